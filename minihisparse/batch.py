@@ -1,0 +1,49 @@
+"""One decode step's batch: which requests take part, and how long each of them is.
+
+Upstream names: req_pool_indices, seq_lens, num_real_reqs. Every part of a step (model, selector,
+cache) is handed the same `Batch`; none of them ever sees a request object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """R batch rows. Rows from `num_real_reqs` on are padding: they must change nobody's state.
+
+    req_pool_indices: [R] int64, the row that each request owns in every per-request table.
+    seq_lens: [R] int32, tokens of the request so far, the one being decoded included (S).
+    max_seq_len: host integer, the largest of them: bounds what selectors have to look at.
+    """
+
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    max_seq_len: int
+    num_real_reqs: int
+
+    @classmethod
+    def make(
+        cls,
+        rows: Sequence[int],
+        seq_lens: Sequence[int],
+        device: torch.device | str,
+        padding: int = 0,
+    ) -> Batch:
+        """From host numbers; `padding` rows are appended (of length 0, pointing at row 0)."""
+        return cls(
+            torch.tensor([*rows, *[0] * padding], dtype=torch.int64, device=device),
+            torch.tensor([*seq_lens, *[0] * padding], dtype=torch.int32, device=device),
+            max(seq_lens, default=0),
+            len(rows),
+        )
+
+    @property
+    def positions(self) -> Tensor:
+        """[R] int64: the newest position of each request, S - 1; 0 in a row of length 0."""
+        return (self.seq_lens.long() - 1).clamp(min=0)

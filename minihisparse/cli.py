@@ -1,0 +1,166 @@
+"""The command line: `python -m minihisparse demo | generate | chat | verify | step | bench`.
+
+Flags are SGLang's and vLLM's where they have the thing; `--top-k` is always the selector's K, the
+sampler's is `--sampling-top-k`. Progress goes to stderr; the last line on stdout is one JSON
+object. Exit codes: 0 done; 1 refused, failed, or not exact; 2 bad usage; 130 interrupted by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+
+from minihisparse import __version__, commands
+from minihisparse.config import HiSparseConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    args = build_parser().parse_args(argv)
+    report: dict = {"command": args.command, "version": __version__}
+    try:
+        args.hisparse = hisparse_config(args)
+        code = args.run(args, report)
+    except KeyboardInterrupt:
+        report["interrupted"] = True
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except (OSError, ValueError, MemoryError, RuntimeError, FloatingPointError) as error:
+        report["error"] = str(error)
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    line = json.dumps(report, allow_nan=False)
+    print(line, flush=True)
+    if args.output_json:
+        with open(args.output_json, "w") as file:
+            file.write(line + "\n")
+    return code
+
+
+def hisparse_config(args: argparse.Namespace) -> HiSparseConfig:
+    """From `--hisparse-config` or from the flags of its fields; raises ValueError on both."""
+    names = [field.name for field in fields(HiSparseConfig)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.hisparse_config is None:
+        return HiSparseConfig(**given)
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"--hisparse-config and {flags} set the same things; use one of them")
+    return HiSparseConfig.from_json(args.hisparse_config)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="minihisparse", description="A minimal, exact engine for HiSparse.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run, help: str) -> argparse.ArgumentParser:
+        sub = subparsers.add_parser(name, help=help, description=help, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        _add_engine_flags(sub, model_required=name != "demo")
+        return sub
+
+    sub = command("demo", commands.demo, "ask a small real model about a long text, both ways")
+    sub.add_argument("--question", default=commands.QUESTION, help="what to ask about the document")
+    sub.add_argument(
+        "--prompt-file", help="the document; default: a module of the standard library"
+    )
+    _add_length_flag(sub, default=96)
+
+    sub = command("generate", commands.generate, "complete prompts")
+    _add_prompt_flags(sub)
+    _add_sampling_flags(sub)
+
+    sub = command("chat", commands.chat, "talk to the model; one message per line")
+    sub.add_argument("--system", help="a system message to start with")
+    _add_sampling_flags(sub)
+
+    sub = command("verify", commands.verify, "compare full-HBM and HiSparse to the bit")
+    _add_prompt_flags(sub)
+    sub.add_argument(
+        "--prompt-tokens",
+        type=_counts,
+        metavar="N[,N...]",
+        help="cut the prompt to one request of each of these lengths, in tokens",
+    )
+    sub.add_argument(
+        "--check-integrity",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="check every slot of the cache against the host pool after each step",
+    )
+    _add_length_flag(sub, default=64)
+
+    sub = command("step", commands.step, "stop after each layer and look at the cache")
+    _add_prompt_flags(sub)
+    _add_length_flag(sub, default=8)
+
+    sub = command("bench", commands.bench, "measure: `bench decode` times decode steps")
+    sub.add_argument("what", choices=["decode"])
+    sub.add_argument("--modes", default="full,hisparse", help="caches to time, comma-separated")
+    sub.add_argument("--compare", choices=["transformers"], help="time this engine too")
+    sub.add_argument("--input-len", type=int, default=1024, help="prompt tokens")
+    sub.add_argument("--output-len", type=int, default=64, help="decode steps per round")
+    sub.add_argument("--batch-size", type=int, default=1)
+    sub.add_argument("--num-iters", type=int, default=3, help="rounds; the modes take turns")
+    return parser
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser, model_required: bool) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--model", required=model_required, help="a Hugging Face model folder")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    group.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--max-model-len", type=int, help="most tokens of a request")
+    group.add_argument("--max-running-requests", type=int, help="most requests in a batch")
+    group.add_argument("--chat-template", help="a file, or the template itself")
+    group.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
+    group.add_argument("--output-json", metavar="FILE", help="write the JSON object there too")
+
+    group = parser.add_argument_group("cache")
+    group.add_argument("--cache", choices=["hisparse", "full"], default="hisparse")
+    group.add_argument("--selector", choices=["quest"], default="quest")
+    group.add_argument("--hisparse-config", metavar="JSON", help="the next five in one, as SGLang")
+    group.add_argument("--top-k", type=int, help="positions selected per step and layer (256)")
+    group.add_argument("--device-buffer-size", type=int, help="slots per request and layer (2K)")
+    group.add_argument("--cache-size-mb", type=float, help="instead: MiB per request")
+    group.add_argument("--host-to-device-ratio", type=float, help="host pool over device slots")
+    group.add_argument("--page-size", type=int, help="tokens per page (16)")
+
+
+def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompt")
+    group.add_argument("--prompt", action="append", help="text; may be given several times")
+    group.add_argument("--prompt-file", help="a file whose whole text is one more prompt")
+
+
+def _add_length_flag(parser: argparse.ArgumentParser, default: int) -> None:
+    flags = ("--max-new-tokens", "--max-tokens")
+    parser.add_argument(*flags, dest="max_new_tokens", type=int, default=default)
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    _add_length_flag(parser, default=128)
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    group.add_argument("--top-p", type=float, default=1.0)
+    group.add_argument("--sampling-top-k", type=int, default=-1)
+    group.add_argument("--stop", action="append", default=[], help="a string that ends the text")
+    group.add_argument("--ignore-eos", action="store_true")
+
+
+def _counts(text: str) -> list[int]:
+    """ "100,511" -> [100, 511]."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of lengths like 100,511")
+    return counts

@@ -1,0 +1,294 @@
+"""What each command does, from parsed flags to printed text and the fields of its report.
+
+Every command is `command(args, report) -> exit code`. It fills `report` as it goes, so that what
+was measured before an error or Ctrl-C is still printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from minihisparse.config import choose_device
+from minihisparse.engine import LLM
+from minihisparse.model import Decoder
+from minihisparse.runner import Runner, make_runner
+from minihisparse.sampling import SamplingParams
+from minihisparse.stats import (
+    Timings,
+    Workspace,
+    cache_report,
+    environment_report,
+    memory_report,
+)
+from minihisparse.step_view import StepView
+from minihisparse.tokenizer import Detokenizer, Tokenizer
+from minihisparse.verify import Lockstep
+
+DEMO_MODULE, DEMO_TOKENS = "heapq", 6_000
+QUESTION = "What does this Python module do? Answer in a few sentences."
+
+
+def generate(args: argparse.Namespace, report: dict) -> int:
+    """Completes prompts; a lone one is streamed, several are printed in their order."""
+    prompts = _prompts(args)
+    llm = _llm(args, report, max_running_requests=min(8, len(prompts)))
+    params = _sampling_params(args)
+    if len(prompts) == 1:
+        _stream(llm, llm.tokenizer.encode(prompts[0]), params, report)
+        return 0
+    outputs = llm.generate(prompts, params)
+    for index, output in enumerate(outputs):
+        print(f"--- prompt {index}")
+        print(output["text"] if output.error is None else f"refused: {output.error}")
+    done = [output for output in outputs if output.error is None]
+    report["errors"] = [output.error for output in outputs if output.error is not None]
+    lengths = [len(output.prompt_token_ids) + len(output["token_ids"]) for output in done]
+    _report_run(report, llm, lengths)
+    return 1 if report["errors"] else 0
+
+
+def chat(args: argparse.Namespace, report: dict) -> int:
+    """A conversation on the terminal: each line of stdin is a message, end of file ends it."""
+    llm = _llm(args, report, max_running_requests=1)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    for line in _lines("you> "):
+        messages.append({"role": "user", "content": line})
+        prompt = llm.chat_prompt(messages)
+        answer = _stream(llm, prompt, _sampling_params(args), report)
+        messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def step(args: argparse.Namespace, report: dict) -> int:
+    """Decodes one prompt and stops after each layer to show the cache."""
+    (prompt,) = _prompts(args)
+    llm = _llm(args, report, max_running_requests=1)
+    view = StepView(_lines(StepView.QUESTION))
+    for event in llm.step(prompt, SamplingParams(max_new_tokens=args.max_new_tokens)):
+        report["steps"] = event.step
+        if view.wants(event):
+            print(view.render(event))
+            if not view.go_on(event):
+                break
+    _report_run(report, llm, [len(llm.tokenizer.encode(prompt)) + report.get("steps", 0)])
+    return 0
+
+
+def verify(args: argparse.Namespace, report: dict) -> int:
+    """Runs both caches in lockstep and compares everything that they compute."""
+    texts = _prompts(args)
+    model, tokenizer = _load(args, report)
+    prompts = [tokenizer.encode(text) for text in texts]
+    if args.prompt_tokens:
+        prompts = _cut(prompts, args.prompt_tokens)
+    lockstep = _lockstep(args, model, prompts, check_integrity=args.check_integrity)
+    with tqdm(total=args.max_new_tokens, unit="step", disable=args.disable_tqdm) as bar:
+        for _ in lockstep.run(prompts, args.max_new_tokens):
+            bar.update()
+    _report_lockstep(report, lockstep, prompts)
+    if lockstep.exact:
+        print(f"exact: {len(prompts)} requests, {lockstep.num_steps} decode steps, all bits equal")
+        return 0
+    print(f"NOT exact; the first difference is in {lockstep.first_difference}")
+    return 1
+
+
+def demo(args: argparse.Namespace, report: dict) -> int:
+    """Gets a small real model, asks it about a long document, both ways, and compares."""
+    if args.model is None:
+        from minihisparse.weights_scripts.get_smollm2 import get_smollm2
+
+        args.model = str(get_smollm2(progress=not args.disable_tqdm))
+    model, tokenizer = _load(args, report)
+    document, name = _document(args, tokenizer)
+    message = {"role": "user", "content": f"{document}\n\n{args.question}"}
+    text = tokenizer.apply_chat_template([message])
+    prompt = tokenizer.encode(text, add_special_tokens=False)
+    print(f"document: {name}, {len(prompt)} tokens\nquestion: {args.question}\nanswer: ", end="")
+    lockstep = _lockstep(args, model, [prompt], check_integrity=False)
+    answer = Detokenizer(tokenizer)
+    eos = model.config.eos_token_ids
+    with tqdm(total=2, desc="prefill", unit="cache", disable=args.disable_tqdm, leave=False) as bar:
+        tokens = lockstep.run([prompt], args.max_new_tokens, eos, progress=bar.update)
+        try:
+            for (token,) in tokens:
+                bar.close()
+                print(answer.add(token), end="", flush=True)
+        finally:  # on Ctrl-C too: what was streamed stays
+            tokens.close()
+            print(answer.finish(), flush=True)
+            _report_lockstep(report, lockstep, [prompt])
+    print(_side_by_side(report, lockstep))
+    return 0 if lockstep.exact else 1
+
+
+def bench(args: argparse.Namespace, report: dict) -> int:
+    """Times decode steps; see bench.py."""
+    from minihisparse.bench import bench_decode
+
+    model, tokenizer = _load(args, report)
+    bench_decode(args, model, tokenizer, report)
+    return 0
+
+
+def _load(args: argparse.Namespace, report: dict) -> tuple[Decoder, Tokenizer]:
+    device, dtype, reason = choose_device(args.device, args.dtype)
+    print(f"minihisparse: {reason}", file=sys.stderr)
+    report.update(environment_report(args.command, device, dtype, args.seed))
+    progress = not args.disable_tqdm
+    model = Decoder.from_folder(args.model, device=device, dtype=dtype, progress=progress)
+    return model, Tokenizer.from_folder(args.model, args.chat_template)
+
+
+def _llm(args: argparse.Namespace, report: dict, max_running_requests: int) -> LLM:
+    model, tokenizer = _load(args, report)
+    return LLM(
+        model,
+        tokenizer=tokenizer,
+        cache=args.cache,
+        selector=args.selector,
+        hisparse=args.hisparse,
+        max_model_len=args.max_model_len,
+        max_running_requests=args.max_running_requests or max_running_requests,
+        seed=args.seed,
+        use_tqdm=not args.disable_tqdm,
+    )
+
+
+def _lockstep(
+    args: argparse.Namespace, model: Decoder, prompts: list[list[int]], check_integrity: bool
+) -> Lockstep:
+    longest = max(map(len, prompts)) + args.max_new_tokens
+    runners = [
+        make_runner(
+            model,
+            cache=cache,
+            selector=args.selector,
+            hisparse=args.hisparse,
+            max_model_len=args.max_model_len or longest,
+            max_running_requests=len(prompts),
+        )
+        for cache in ("full", "hisparse")
+    ]
+    return Lockstep(*runners, check_integrity=check_integrity)
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    prompts = list(args.prompt or [])
+    if args.prompt_file:
+        prompts.append(Path(args.prompt_file).read_text())
+    if not prompts:
+        raise ValueError("no prompt; pass --prompt TEXT or --prompt-file FILE")
+    return prompts
+
+
+def _cut(prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+    """One prompt, cut to each of the lengths."""
+    if len(prompts) != 1:
+        raise ValueError(f"--prompt-tokens cuts one prompt, but {len(prompts)} were given")
+    if max(lengths) > len(prompts[0]):
+        raise ValueError(
+            f"--prompt-tokens {max(lengths)} is more than the prompt has, {len(prompts[0])}; "
+            "pass a longer --prompt-file"
+        )
+    return [prompts[0][:length] for length in lengths]
+
+
+def _document(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[str, str]:
+    """The text that the demo is about, cut to DEMO_TOKENS tokens, and its name."""
+    path = args.prompt_file
+    if path is None:
+        path = importlib.util.find_spec(DEMO_MODULE).origin
+    ids = tokenizer.encode(Path(path).read_text())
+    return tokenizer.decode(ids[:DEMO_TOKENS]), Path(path).name
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.sampling_top_k,
+        max_new_tokens=args.max_new_tokens,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def _stream(llm: LLM, prompt: Sequence[int], params: SamplingParams, report: dict) -> str:
+    """Prints the text as it comes; returns it. On Ctrl-C what was printed stays."""
+    text, num_tokens = "", 0
+    try:
+        for delta in llm.stream([prompt], params):
+            print(delta.text, end="", flush=True)
+            text += delta.text
+            num_tokens += 1
+    finally:
+        if num_tokens:
+            print(flush=True)
+            _report_run(report, llm, [len(prompt) + num_tokens])
+    return text
+
+
+def _lines(question: str) -> Iterator[str]:
+    """Lines of stdin without their newline; a person at a terminal is asked."""
+    while True:
+        if sys.stdin.isatty():
+            print(question, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line.rstrip("\n")
+
+
+def _report_run(report: dict, llm: LLM, num_tokens: Sequence[int]) -> None:
+    """num_tokens: positions of each request, for what full KV would have taken."""
+    _report(report, llm.runner, llm.timings, llm.workspace, num_tokens)
+
+
+def _report_lockstep(report: dict, lockstep: Lockstep, prompts: Sequence[Sequence[int]]) -> None:
+    report["exact"] = lockstep.exact
+    report["max_abs_diff"] = lockstep.max_abs_diff
+    lengths = [len(p) + len(t) for p, t in zip(prompts, lockstep.tokens, strict=False)]
+    timings, workspace = lockstep.timings["hisparse"], lockstep.workspaces["hisparse"]
+    _report(report, lockstep.runners["hisparse"], timings, workspace, lengths)
+
+
+def _report(
+    report: dict, runner: Runner, timings: Timings, workspace: Workspace, num_tokens: Sequence[int]
+) -> None:
+    report.update(timings.report())
+    report["cache"] = cache_report(runner.cache)
+    report["memory"] = memory_report(runner.cache, runner.selector, workspace, num_tokens)
+
+
+def _side_by_side(report: dict, lockstep: Lockstep) -> str:
+    """The demo's closing table."""
+    full, memory, cache = lockstep.runners["full"].cache, report["memory"], report["cache"]
+    times = {name: timings.report() for name, timings in lockstep.timings.items()}
+
+    def mib(num_bytes: int) -> str:
+        return f"{num_bytes / 2**20:.1f} MiB"
+
+    def row(name: str, of_full: object, of_hisparse: object) -> str:
+        return f"{name:<28}{of_full!s:>16}{of_hisparse!s:>16}"
+
+    equal = "equal" if lockstep.exact else str(lockstep.first_difference)
+    return "\n".join(
+        [
+            row("", "full", "hisparse"),
+            row("KV on the device", mib(full.device_kv_bytes), mib(memory["device_kv_bytes"])),
+            row("KV in host memory", mib(0), mib(memory["host_pool_bytes"])),
+            row("slot and page tables", mib(0), mib(memory["metadata_bytes"])),
+            row("hit rate", "", f"{cache['hit_rate']:.2%}" if cache["hit_rate"] else ""),
+            row("fetched per decode step", "", mib(cache["bytes_h2d"] / max(1, report["steps"]))),
+            row("time to first token, ms", *(t["ttft_ms"] for t in times.values())),
+            row("time per token, ms", *(t["tpot_ms_p50"] for t in times.values())),
+            f"tokens, attention of every layer, logits of {report['steps']} steps: {equal}",
+        ]
+    )

@@ -1,0 +1,165 @@
+"""How HiSparse caches a model, and where the model runs. (What the model is: model_config.py.)
+
+Upstream names: the fields of HiSparseConfig are the keys of SGLang's `--hisparse-config`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+
+import torch
+
+MAX_DEVICE_BUFFER_SIZE = 32_767  # lru_slots is int16
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class HiSparseConfig:
+    """How many records a request keeps on the device, and how many of them one step reads.
+
+    top_k: positions that the selector picks per request and layer (K); whole pages.
+    device_buffer_size: slots per request and layer (B), beside the one of the newest token;
+        K <= B <= 32,767. None: 2K, the paper's default (useful range 2K to 4K, its Figure 7).
+    cache_size_mb: instead of device_buffer_size: device memory per request over all layers, in MiB,
+        of which `device_buffer_size_for` makes the largest B that fits.
+    host_to_device_ratio: tokens of the host pool over all device slots, B *
+        max_running_requests. None: max_model_len tokens per running request: nothing runs out.
+    page_size: tokens per page, of the host pool and of Quest alike.
+
+    Raises ValueError: a value outside its limits; the message names the flag that helps.
+    """
+
+    top_k: int = 256
+    device_buffer_size: int | None = None
+    cache_size_mb: float | None = None
+    host_to_device_ratio: float | None = None
+    page_size: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "page_size"):
+            self._check(name, _is_int(getattr(self, name)), "an integer >= 1")
+        for name in ("cache_size_mb", "host_to_device_ratio"):
+            value = getattr(self, name)
+            self._check(name, value is None or _is_positive(value), "a number > 0")
+        if self.top_k % self.page_size:
+            raise ValueError(
+                f"top_k={self.top_k} is not a multiple of page_size={self.page_size}: whole pages "
+                "are selected; change --top-k or --page-size"
+            )
+        if self.cache_size_mb is not None and self.device_buffer_size is not None:
+            raise ValueError(
+                f"got device_buffer_size={self.device_buffer_size} and "
+                f"cache_size_mb={self.cache_size_mb}, which both set B; pass one of them"
+            )
+        if self.cache_size_mb is None:
+            if self.device_buffer_size is None:
+                object.__setattr__(self, "device_buffer_size", 2 * self.top_k)
+            size = self.device_buffer_size
+            if not _is_int(size) or size > MAX_DEVICE_BUFFER_SIZE:
+                raise ValueError(
+                    f"device_buffer_size={size!r} must be an integer of at most "
+                    f"{MAX_DEVICE_BUFFER_SIZE} (lru_slots is int16); lower --device-buffer-size "
+                    "or --top-k"
+                )
+            self._check_top_k_fits(size, "--device-buffer-size")
+
+    def _check(self, name: str, ok: bool, expected: str) -> None:
+        if not ok:
+            raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}")
+
+    def _check_top_k_fits(self, size: int, flag: str) -> None:
+        if size < self.top_k:
+            raise ValueError(
+                f"top_k={self.top_k} > device_buffer_size={size}: one step's records must fit into "
+                f"the device cache; raise {flag} or lower --top-k"
+            )
+
+    def device_buffer_size_for(self, num_layers: int, record_bytes: int) -> int:
+        """B for a model of `num_layers` layers and records of `record_bytes` bytes.
+
+        Raises ValueError if `cache_size_mb` holds fewer than `top_k` records per layer.
+        """
+        if self.cache_size_mb is None:
+            return self.device_buffer_size
+        records = int(self.cache_size_mb * 2**20) // (num_layers * record_bytes)
+        size = min(records - 1, MAX_DEVICE_BUFFER_SIZE)  # one slot is the newest token's
+        self._check_top_k_fits(size, f"--cache-size-mb ({self.cache_size_mb:g})")
+        return size
+
+    @classmethod
+    def from_json(cls, text: str) -> HiSparseConfig:
+        """From the JSON of `--hisparse-config`. Raises ValueError: not JSON, unknown keys."""
+        known = [field.name for field in fields(cls)]
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--hisparse-config is not JSON: {error}; got {text!r}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"--hisparse-config must be a JSON object; got {text!r}")
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"--hisparse-config: unknown keys {unknown}; known are {known}")
+        return cls(**values)
+
+
+def choose_device(
+    device: str = "auto", dtype: str = "auto"
+) -> tuple[torch.device, torch.dtype, str]:
+    """Picks what "auto" leaves open; the third result says what was picked, and why, in one line.
+
+    Device: the GPU if there is one. Dtype: fp32 on a CPU; bf16 from compute capability 8.0 on, fp16
+    below. Raises ValueError: an unknown name, no such device, or bf16 on a GPU that lacks it.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    has_gpu = torch.cuda.is_available()
+    if device == "auto":
+        chosen = torch.device("cuda" if has_gpu else "cpu")
+        reason = "a CUDA device was found" if has_gpu else "no CUDA device was found"
+    else:
+        try:
+            chosen = torch.device(device)
+        except RuntimeError:
+            raise ValueError(f"--device {device!r} is not auto, cpu or cuda[:N]") from None
+        if chosen.type not in ("cpu", "cuda"):
+            raise ValueError(f"--device {device!r} is not auto, cpu or cuda[:N]")
+        count = torch.cuda.device_count() if has_gpu else 0
+        if chosen.type == "cuda" and (chosen.index or 0) >= count:
+            found = "no CUDA device" if count == 0 else f"{count} CUDA devices"
+            raise ValueError(f"--device {device}: torch finds {found}; use --device cpu")
+        reason = "as asked"
+
+    has_bf16 = chosen.type == "cpu" or torch.cuda.get_device_capability(chosen) >= (8, 0)
+    if dtype != "auto":
+        picked, why = DTYPES[dtype], "as asked"
+        if picked == torch.bfloat16 and not has_bf16:
+            capability = ".".join(map(str, torch.cuda.get_device_capability(chosen)))
+            raise ValueError(
+                f"--dtype {dtype} needs compute capability 8.0, this GPU has {capability}; "
+                "use --dtype fp16 or fp32"
+            )
+    elif chosen.type == "cpu":
+        picked, why = torch.float32, "fastest exact type on a CPU"
+    elif has_bf16:
+        picked, why = torch.bfloat16, "compute capability 8.0 or later"
+    else:
+        picked, why = torch.float16, "compute capability below 8.0"
+    name = str(picked).removeprefix("torch.")
+    return chosen, picked, f"device {chosen} ({reason}), dtype {name} ({why})"
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -1,0 +1,283 @@
+"""Where KV records live on the device: all of them (FullCache), or a few of them (HiSparseCache).
+
+Both caches have the same interface and differ in exactly one thing: what `resolve` answers and
+which tensor the answer indexes. Everything around them (selector, order of positions, padding,
+attention) is the same, and that is why their outputs can be compared bit for bit.
+
+    row = cache.admit(num_tokens)                    a request comes; refused: ValueError, no change
+    cache.write_prompt(layer, row, records)          its prompt's records, layer by layer
+    cache.write_through(layer, records, batch)       each step: the newest record of each request
+    slots = cache.resolve(layer, positions, batch)   each step: selected positions -> slots
+    cache.records[layer]                             [max_requests, N, W]: what the slots index
+    cache.release(row)                               the request leaves, finished or aborted
+
+Upstream names: device_buffer_tokens, lru_slots, device_buffer_size, write-through (paper, section
+4).
+
+Invariants (`check_integrity`): every occupied slot's record equals the host row of its (layer,
+position); the positions in a request's slots are distinct; lru_slots is a permutation; what belongs
+to no request is empty.
+
+Cost on the device: HiSparse (B + 1) * W elements per request and layer, whatever the request's
+length, and 6 bytes of tables per slot; full max_model_len * W elements. A cache deliberately knows
+neither scores nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minihisparse.batch import Batch
+from minihisparse.host_store import HostPool, check
+from minihisparse.kernels.resolve_torch import check_positions, resolve_torch
+
+
+class KVCache:
+    """What both caches share: who holds which row, and the counts of hits, misses and evictions."""
+
+    records: list[Tensor]
+
+    def __init__(self, num_layers: int, max_requests: int, device: torch.device, checked: bool):
+        self.num_layers = num_layers
+        self.max_requests = max_requests
+        self.device = device
+        self.checked = checked
+        self.rows: set[int] = set()
+        self.counters = torch.zeros(num_layers, 3, dtype=torch.int64, device=device)
+
+    def admit(self, num_tokens: int) -> int:
+        """Takes the lowest free request row, with room for `num_tokens` positions.
+
+        Raises ValueError if there is no row or no room; then nothing has changed.
+        """
+        row = next((r for r in range(self.max_requests) if r not in self.rows), None)
+        if row is None:
+            raise ValueError(
+                f"all {self.max_requests} request rows are taken; raise --max-running-requests"
+            )
+        self._reserve(row, num_tokens)
+        self.rows.add(row)
+        return row
+
+    def release(self, row: int) -> None:
+        """Gives the row back. Raises ValueError, and changes nothing, if no request holds it."""
+        if row not in self.rows:
+            raise ValueError(f"request row {row} is not admitted")
+        self._clear(row)
+        self.rows.remove(row)
+
+    def _count(self, layer: int, hits: Tensor, misses: Tensor, evictions: Tensor) -> None:
+        self.counters[layer] += torch.stack([hits.sum(), misses.sum(), evictions.sum()])
+
+    @property
+    def device_kv_bytes(self) -> int:
+        """Device bytes of KV records, all request rows."""
+        return sum(records.nbytes for records in self.records)
+
+
+class FullCache(KVCache):
+    """All KV on the device ("full HBM"): the slot of position p is p, and nothing ever misses."""
+
+    metadata_bytes = 0
+    host = None
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        record_width: int,
+        max_requests: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        checked: bool = False,
+    ) -> None:
+        super().__init__(num_layers, max_requests, device, checked)
+        shape = (max_requests, max_model_len, record_width)
+        self.records = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def _reserve(self, row: int, num_tokens: int) -> None:
+        if num_tokens > self.records[0].shape[1]:
+            limit = self.records[0].shape[1]
+            raise ValueError(
+                f"{num_tokens} tokens are more than a request may have, {limit}; "
+                "raise --max-model-len"
+            )
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        return self.records[0].shape[1]
+
+    def _clear(self, row: int) -> None:
+        """Nothing to clear: what a request did not write is never read."""
+
+    def write_prompt(self, layer: int, row: int, records: Tensor) -> None:
+        """Stores records [T, W] of positions 0..T-1."""
+        self.records[layer][row, : len(records)] = records
+
+    def write_through(self, layer: int, records: Tensor, batch: Batch) -> None:
+        """Stores the newest record of each request; records [R, W]."""
+        real = slice(batch.num_real_reqs)
+        rows, positions = batch.req_pool_indices[real], batch.positions[real]
+        self.records[layer][rows, positions] = records[real]
+
+    def resolve(self, layer: int, positions: Tensor, batch: Batch) -> Tensor:
+        """Slots [R, K] int64 of positions [R, K] int32: the positions themselves, -1 elsewhere."""
+        if self.checked:
+            real = slice(batch.num_real_reqs)
+            check_positions(positions[real], batch.seq_lens[real])
+        readable = (positions >= 0) & (positions < batch.seq_lens[:, None])
+        readable[batch.num_real_reqs :] = False
+        self._count(layer, readable, readable.new_zeros(1), readable.new_zeros(1))
+        return torch.where(readable, positions.long(), -1)
+
+    def check_integrity(self) -> None:
+        """FullCache has no state that could contradict itself."""
+
+
+class HiSparseCache(KVCache):
+    """Per request and layer B slots and one for the newest token; the history is in a HostPool."""
+
+    def __init__(
+        self,
+        *,
+        host: HostPool,
+        max_requests: int,
+        device_buffer_size: int,
+        device: torch.device,
+        checked: bool = False,
+    ) -> None:
+        num_layers, _, record_width = host.records.shape
+        super().__init__(num_layers, max_requests, device, checked)
+        self.host = host
+        self.device_buffer_size = device_buffer_size
+        shape = (max_requests, device_buffer_size + 1, record_width)
+        self.records = [
+            torch.empty(shape, dtype=host.records.dtype, device=device) for _ in range(num_layers)
+        ]
+        shape = (num_layers, max_requests, device_buffer_size)
+        self.device_buffer_tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self._initial_order = torch.arange(device_buffer_size, dtype=torch.int16, device=device)
+        self.lru_slots = self._initial_order.expand(shape).contiguous()  # [L, max_requests, B]
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Device bytes of the tables: slots, LRU order, host pages."""
+        tables = (self.device_buffer_tokens, self.lru_slots, self.host.req_to_host_pool)
+        return sum(table.nbytes for table in tables)
+
+    def _reserve(self, row: int, num_tokens: int) -> None:
+        self.host.allocate(row, num_tokens)
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        return self.host.max_tokens_per_request
+
+    def _clear(self, row: int) -> None:
+        self.host.release(row)
+        self.device_buffer_tokens[:, row] = -1
+        self.lru_slots[:, row] = self._initial_order
+
+    def write_prompt(self, layer: int, row: int, records: Tensor) -> None:
+        """Stores records [T, W] of positions 0..T-1 in the host pool; if T <= B, in slots 0..T-1
+        too.
+
+        A longer prompt starts with empty slots (upstream's rule), so its first step is all misses.
+        """
+        num_tokens = len(records)
+        positions = torch.arange(num_tokens, device=self.device)
+        rows = torch.tensor([row], device=self.device)
+        self.host.write(layer, self.host.rows_of(rows, positions[None])[0], records)
+        if num_tokens <= self.device_buffer_size:
+            self.records[layer][row, :num_tokens] = records
+            self.device_buffer_tokens[layer, row, :num_tokens] = positions.int()
+
+    def write_through(self, layer: int, records: Tensor, batch: Batch) -> None:
+        """Stores the newest record of each request on the device and in the host pool at once.
+
+        records [R, W]. Position S-1 goes to slot S-1 while S <= B, and to slot B afterwards.
+        """
+        real = slice(batch.num_real_reqs)
+        rows, positions, records = (
+            batch.req_pool_indices[real],
+            batch.positions[real],
+            records[real],
+        )
+        self.records[layer][rows, positions.clamp(max=self.device_buffer_size)] = records
+        host_rows = self.host.rows_of(rows, positions[:, None])[:, 0]
+        self.host.write(layer, host_rows, records)
+
+        growing = positions < self.device_buffer_size
+        slot = torch.where(growing, positions, 0)
+        tokens = self.device_buffer_tokens[layer]
+        tokens[rows, slot] = torch.where(growing, positions.int(), tokens[rows, slot])
+
+    def resolve(self, layer: int, positions: Tensor, batch: Batch) -> Tensor:
+        """Makes the records of positions [R, K] int32 resident; their slots [R, K] int64.
+
+        Raises ValueError in checked mode if a position is out of range.
+        """
+        real = slice(batch.num_real_reqs)
+        rows, seq_lens = batch.req_pool_indices[real], batch.seq_lens[real]
+        tokens, lru_slots = self.device_buffer_tokens[layer], self.lru_slots[layer]
+        done = resolve_torch(
+            positions[real], seq_lens, tokens[rows], lru_slots[rows], checked=self.checked
+        )
+        self._fetch(layer, rows, positions[real], done.slots, done.fetch)
+        tokens[rows] = done.tokens
+        lru_slots[rows] = done.lru_slots
+        self._count(layer, (done.slots >= 0) & ~done.fetch, done.fetch, done.evicted >= 0)
+        slots = torch.full_like(positions, -1, dtype=torch.int64)
+        slots[real] = done.slots
+        return slots
+
+    def _fetch(
+        self, layer: int, rows: Tensor, positions: Tensor, slots: Tensor, fetch: Tensor
+    ) -> None:
+        """Copies the missed records from the host pool into their slots."""
+        request, column = fetch.nonzero(as_tuple=True)
+        host_rows = self.host.rows_of(rows[request], positions[request, column][:, None])[:, 0]
+        self.records[layer][rows[request], slots[request, column]] = self.host.read(
+            layer, host_rows
+        )
+
+    def check_integrity(self, seq_lens: Sequence[int] | None = None) -> None:
+        """Checks the module docstring's invariants; AssertionError names the first one broken.
+
+        seq_lens: the length of each request row at its last decode step, 0 if it had none; with it,
+        slot B is checked too. Slow (reads every record of every slot): for tests, `verify` and
+        debugging.
+        """
+        self.host.check_integrity()
+        check(set(self.host._pages) == self.rows, "request rows and owners of host pages differ")
+        ordered = self.lru_slots.long().sort(dim=-1).values
+        check(bool((ordered == self._initial_order).all()), "lru_slots is not a permutation")
+        for row in range(self.max_requests):
+            request = torch.tensor([row], device=self.device)
+            for layer in range(self.num_layers):
+                tokens = self.device_buffer_tokens[layer, row]
+                if seq_lens is not None and seq_lens[row] > len(tokens):
+                    tokens = torch.nn.functional.pad(tokens, (0, 1), value=seq_lens[row] - 1)
+                slots = (tokens >= 0).nonzero()[:, 0]
+                where = f"layer {layer}, request row {row}"
+                check(row in self.rows or not len(slots), f"{where}: free, but its slots are not")
+                in_pages = (tokens >= -1) & (tokens < self.host.num_tokens_of(row))
+                check(bool(in_pages.all()), f"{where}: a slot's position is in none of its pages")
+                if not len(slots):
+                    continue
+                check(
+                    len(tokens[slots].unique()) == len(slots), f"{where}: a position in two slots"
+                )
+                host_rows = self.host.rows_of(request, tokens[slots][None])[0]
+                same = bits(self.records[layer][row, slots]) == bits(
+                    self.host.read(layer, host_rows)
+                )
+                check(bool(same.all()), f"{where}: a slot differs from its host row")
+
+
+def bits(records: Tensor) -> Tensor:
+    """The records' bytes, so that comparing them treats NaN like any other value."""
+    return records.contiguous().view(torch.uint8)

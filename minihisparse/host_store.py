@@ -1,0 +1,186 @@
+"""The host KV pool: the whole history of every request, one record per position and layer.
+
+HiSparse makes host memory the authoritative home of KV (paper, section 4.1): every record is
+written here once and never changed, so evicting it from the device discards a copy and writes
+nothing back.
+
+Upstream names: req_to_host_pool. A request owns whole pages of `page_size` rows; its position p
+lies in host row `req_to_host_pool[request, p // page_size] * page_size + p % page_size`, in every
+layer.
+
+Invariants: a page has one owner or is free; a request that is refused leaves everything as it was.
+Cost: num_layers * host_rows * W elements of host memory (pinned if the device is a GPU), 4 bytes
+per page and request on the device. It deliberately does not know what is cached on the device.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+class HostPool:
+    """Pages of KV records in host memory, and who owns them."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        record_width: int,
+        num_pages: int,
+        page_size: int,
+        max_requests: int,
+        max_pages_per_request: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocates `records` [L, num_pages * page_size, W].
+
+        Raises MemoryError, before it allocates, if the host has less memory free than that.
+        """
+        shape = (num_layers, num_pages * page_size, record_width)
+        check_host_memory(num_layers * num_pages * page_size * record_width * dtype.itemsize)
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.records = torch.empty(shape, dtype=dtype)  # [L, host_rows, W]
+        if device.type == "cuda":
+            pin_in_place(self.records)
+        self.req_to_host_pool = torch.full(  # [max_requests, max pages] int32
+            (max_requests, max_pages_per_request), -1, dtype=torch.int32, device=device
+        )
+        self._free = deque(range(num_pages))
+        self._pages: dict[int, list[int]] = {}
+
+    @property
+    def num_free_tokens(self) -> int:
+        return len(self._free) * self.page_size
+
+    @property
+    def bytes_used(self) -> int:
+        return self.records.nbytes // self.num_pages * (self.num_pages - len(self._free))
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        """What one request can have while no other has anything."""
+        return min(self.num_pages, self.req_to_host_pool.shape[1]) * self.page_size
+
+    def num_tokens_of(self, request: int) -> int:
+        """Positions that the request's pages have room for; 0 if it owns none."""
+        return len(self._pages.get(request, ())) * self.page_size
+
+    def allocate(self, request: int, num_tokens: int) -> None:
+        """Gives a request pages for `num_tokens` positions.
+
+        Raises ValueError if it owns pages already, or if the pool or its table is too small.
+        """
+        num_pages = -(-num_tokens // self.page_size)
+        if request in self._pages:
+            raise ValueError(f"request row {request} owns host pages already; release it first")
+        if num_pages > len(self._free):
+            raise ValueError(
+                f"the host pool has {self.num_free_tokens} tokens free of "
+                f"{self.num_pages * self.page_size}, {num_tokens} are needed; "
+                "raise --host-to-device-ratio, or lower --max-new-tokens"
+            )
+        if num_pages > self.req_to_host_pool.shape[1]:
+            limit = self.req_to_host_pool.shape[1] * self.page_size
+            raise ValueError(f"{num_tokens} tokens are more than a request may have, {limit}")
+        pages = [self._free.popleft() for _ in range(num_pages)]
+        self._pages[request] = pages
+        self.req_to_host_pool[request, :num_pages] = torch.tensor(pages, dtype=torch.int32)
+
+    def release(self, request: int) -> None:
+        """Takes the request's pages back. Raises ValueError if it owns none."""
+        if request not in self._pages:
+            raise ValueError(f"request row {request} owns no host pages")
+        self._free.extend(self._pages.pop(request))
+        self.req_to_host_pool[request] = -1
+
+    def rows_of(self, requests: Tensor, positions: Tensor) -> Tensor:
+        """Host rows [R, N] int64 of positions [R, N] that the requests [R] own."""
+        positions = positions.long()
+        page = self.req_to_host_pool[requests].gather(1, positions // self.page_size)
+        return page.long() * self.page_size + positions % self.page_size
+
+    def read(self, layer: int, host_rows: Tensor) -> Tensor:
+        """The records [N, W] of host rows [N], on the device where `host_rows` is."""
+        return self.records[layer].index_select(0, host_rows.cpu()).to(host_rows.device)
+
+    def write(self, layer: int, host_rows: Tensor, records: Tensor) -> None:
+        """Stores records [N, W] in host rows [N]."""
+        self.records[layer].index_copy_(0, host_rows.cpu(), records.to("cpu"))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a page has two owners or is lost, or if the table disagrees."""
+        owned = [page for pages in self._pages.values() for page in pages]
+        everything = sorted(owned + list(self._free))
+        check(everything == list(range(self.num_pages)), "a host page is lost or owned twice")
+        table = self.req_to_host_pool.tolist()
+        for request, row in enumerate(table):
+            pages = self._pages.get(request, [])
+            expected = pages + [-1] * (len(row) - len(pages))
+            check(row == expected, f"req_to_host_pool[{request}] is not what request owns")
+
+
+def check(condition: bool, message: str) -> None:
+    """An assertion that `python -O` keeps: integrity checks are run on purpose."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def check_host_memory(num_bytes: int) -> None:
+    """Raises MemoryError, with both numbers, if the host has less than `num_bytes` free."""
+    free = free_host_bytes()
+    if free is not None and num_bytes > free:
+        raise MemoryError(
+            f"the host KV pool needs {num_bytes / 2**30:.2f} GiB, but only "
+            f"{free / 2**30:.2f} GiB of host memory are free; lower --max-model-len, "
+            "--max-running-requests or --host-to-device-ratio"
+        )
+
+
+def free_host_bytes() -> int | None:
+    """Memory that this process may still take: the machine's or its cgroup's, whichever is less.
+
+    None where the platform does not tell.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        try:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, ValueError, OSError):
+            return None
+    cgroup = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (
+            (cgroup / name).read_text().strip() for name in ("memory.max", "memory.current")
+        )
+        return free if limit == "max" else min(free, int(limit) - int(used))
+    except OSError:
+        return free
+
+
+def pin_in_place(tensor: Tensor) -> None:
+    """Page-locks a tensor's memory, so that kernels can read it over the bus.
+
+    Not `pin_memory=True`: torch's pinned allocator rounds sizes up to a power of two, which can
+    nearly double a pool of many GiB. Costs about 0.4 s per GiB. Raises RuntimeError if refused.
+    """
+    cudart = torch.cuda.cudart()
+    address = tensor.data_ptr()
+    status = cudart.cudaHostRegister(address, tensor.nbytes, 0)
+    if int(status) != 0:
+        raise RuntimeError(
+            f"cudaHostRegister could not pin {tensor.nbytes / 2**30:.2f} GiB of host memory "
+            f"(status {int(status)}); see `ulimit -l`, or lower --max-model-len or "
+            "--max-running-requests"
+        )
+    weakref.finalize(tensor.untyped_storage(), cudart.cudaHostUnregister, address)

@@ -1,0 +1,166 @@
+"""Full-HBM and HiSparse side by side: the same prompts, layer by layer, compared to the bit.
+
+Two runners share one model. Both prefill the same prompts; then each decode step runs layer by
+layer in both, with the same tokens, and everything that they compute is compared: the records of
+the prompt, the selected positions, the attention output, the hidden state, the logits, and the
+newest record, which write-through has put on the device of one and into the host pool of the other.
+
+Only the cache differs, so any difference is HiSparse's fault; `Difference` says where it began.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minihisparse.batch import Batch
+from minihisparse.gpu_cache import bits
+from minihisparse.runner import LayerResult, Runner
+from minihisparse.stats import Timings, Workspace
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that was not equal. step 0 is the prefill; layer -1 are the logits."""
+
+    step: int
+    layer: int
+    what: str
+    max_abs_diff: float
+
+    def __str__(self) -> str:
+        where = "logits" if self.layer < 0 else f"layer {self.layer}"
+        return f"step {self.step}, {where}: {self.what} differs by up to {self.max_abs_diff:.3e}"
+
+
+class Lockstep:
+    """Runs two runners over the same requests and compares them.
+
+    first_difference: None while everything was equal. max_abs_diff: over all logits.
+    timings: per runner, "full" and "hisparse", each timed alone. tokens: per request, greedy.
+    """
+
+    def __init__(self, full: Runner, hisparse: Runner, check_integrity: bool = True) -> None:
+        self.runners = {"full": full, "hisparse": hisparse}
+        self.check_integrity = check_integrity
+        self.first_difference: Difference | None = None
+        self.max_abs_diff = 0.0
+        self.device = full.model.device
+        self.timings = {name: Timings() for name in self.runners}
+        self.workspaces = {name: Workspace(self.device) for name in self.runners}
+        self.tokens: list[list[int]] = []
+        self.num_steps = 0
+
+    @property
+    def exact(self) -> bool:
+        return self.first_difference is None
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop_ids: Sequence[int] = (),
+        progress: Callable[[], object] = lambda: None,
+    ) -> Iterator[list[int]]:
+        """Yields the next token of each request [R]; stops after `max_new_tokens`, or when every
+        request has met one of `stop_ids`. Raises AssertionError: a cache's invariant is broken.
+        """
+        rows = [self._admit(len(prompt) + max_new_tokens) for prompt in prompts]
+        try:
+            last = [self._prefill(*item, progress) for item in zip(rows, prompts, strict=True)]
+            self.tokens = [[token] for token in last]
+            yield last
+            done = [token in stop_ids for token in last]
+            while len(self.tokens[0]) < max_new_tokens and not all(done):
+                seq_lens = [len(p) + len(t) for p, t in zip(prompts, self.tokens, strict=True)]
+                last = self._decode(last, Batch.make(rows, seq_lens, self.device))
+                for tokens, token in zip(self.tokens, last, strict=True):
+                    tokens.append(token)
+                done = [d or t in stop_ids for d, t in zip(done, last, strict=True)]
+                yield last
+        finally:
+            for row in rows:
+                for runner in self.runners.values():
+                    runner.cache.release(row)
+
+    def _admit(self, num_tokens: int) -> int:
+        rows = [runner.cache.admit(num_tokens) for runner in self.runners.values()]
+        if len(set(rows)) != 1:
+            raise AssertionError(f"the two caches gave different request rows: {rows}")
+        return rows[0]
+
+    def _prefill(self, row: int, prompt: Sequence[int], progress: Callable[[], object]) -> int:
+        ids = torch.tensor(prompt, device=self.device)
+        logits = {}
+        for name, runner in self.runners.items():
+            start = self._now()
+            with self.workspaces[name].measure():
+                logits[name] = runner.prefill(row, ids)
+            self.timings[name].ttft_ms.append(1e3 * (self._now() - start))
+            progress()
+        for layer in range(self.runners["full"].num_layers):
+            self._compare_history(0, layer, row, torch.arange(len(prompt), device=self.device))
+        self._compare(0, -1, "next-token logits of the prompt", *logits.values())
+        return int(logits["full"].argmax())
+
+    def _decode(self, token_ids: list[int], batch: Batch) -> list[int]:
+        self.num_steps += 1
+        step = self.num_steps
+        seconds = dict.fromkeys(self.runners, 0.0)
+        hidden = {}
+        for name, runner in self.runners.items():
+            hidden[name] = runner.embed(torch.tensor(token_ids, device=self.device))
+        for layer in range(self.runners["full"].num_layers):
+            results: dict[str, LayerResult] = {}
+            for name, runner in self.runners.items():
+                start = self._now()
+                results[name] = runner.decode_layer(layer, hidden[name], batch)
+                seconds[name] += self._now() - start
+                hidden[name] = results[name].hidden
+            for what in ("positions", "attention", "hidden"):
+                pair = (getattr(result, what) for result in results.values())
+                self._compare(step, layer, what, *pair)
+            for row, position in zip(batch.req_pool_indices.tolist(), batch.positions, strict=True):
+                self._compare_history(step, layer, row, position[None])
+        logits = {}
+        for name, runner in self.runners.items():
+            start = self._now()
+            logits[name] = runner.logits(hidden[name])
+            seconds[name] += self._now() - start
+            self.timings[name].add_step(seconds[name], len(token_ids))
+        self._compare(step, -1, "logits", *logits.values())
+        if self.check_integrity:
+            cache = self.runners["hisparse"].cache
+            lens = [0] * cache.max_requests
+            for row, seq_len in zip(
+                batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True
+            ):
+                lens[row] = seq_len
+            cache.check_integrity(lens)
+        return logits["full"].argmax(dim=-1).tolist()
+
+    def _compare_history(self, step: int, layer: int, row: int, positions: Tensor) -> None:
+        """The host pool's records of a request against those that FullCache holds on the device."""
+        full = self.runners["full"].cache.records[layer][row, positions]
+        host = self.runners["hisparse"].cache.host
+        rows = torch.tensor([row], device=self.device)
+        host_rows = host.rows_of(rows, positions[None])[0]
+        self._compare(step, layer, "a record in the host pool", full, host.read(layer, host_rows))
+
+    def _compare(self, step: int, layer: int, what: str, full: Tensor, hisparse: Tensor) -> None:
+        if torch.equal(bits(full), bits(hisparse)):
+            return
+        diff = (full.double() - hisparse.double()).abs().max().item()
+        if layer < 0:
+            self.max_abs_diff = max(self.max_abs_diff, diff)
+        if self.first_difference is None:
+            self.first_difference = Difference(step, layer, what, diff)
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
