@@ -1,4 +1,4 @@
-"""Resolve, the heart of HiSparse: from selected positions to resident slots (paper, section 4.2).
+"""Resolve, the heart of HiSparse: from selected positions to resident slots.
 
 Per request and layer the device keeps B slots. Resolve gets the K positions that the selector
 chose, finds those already in a slot (hits), lets the others (misses) take the slots that were used

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,7 +44,17 @@ class Batch:
             len(rows),
         )
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
         """[R] int64: the newest position of each request, S - 1; 0 in a row of length 0."""
         return (self.seq_lens.long() - 1).clamp(min=0)
+
+    @property
+    def real(self) -> Batch:
+        """The batch without its padding."""
+        return self if self.num_real_reqs == len(self.seq_lens) else self._unpadded
+
+    @cached_property
+    def _unpadded(self) -> Batch:
+        num = self.num_real_reqs
+        return Batch(self.req_pool_indices[:num], self.seq_lens[:num], self.max_seq_len, num)

@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -28,7 +29,11 @@ def bench_decode(
     args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, report: dict
 ) -> None:
     """Prints a table and fills `report["rows"]`: {mode ms_per_step_p50 ms_per_step_min steps}."""
-    ids = tokenizer.encode(open(TEXT_MODULE.__file__).read())
+    for name in ("input_len", "output_len", "num_iters", "batch_size"):
+        if getattr(args, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {getattr(args, name)} is less than 1")
+    ids = tokenizer.encode(Path(TEXT_MODULE.__file__).read_text(encoding="utf-8"))
     if len(ids) < args.input_len:
         raise ValueError(f"--input-len {args.input_len}: the text has only {len(ids)} tokens")
     prompt = ids[: args.input_len]
@@ -97,7 +102,10 @@ def _transformers_round(
     args: argparse.Namespace, model: Decoder, prompt: list[int]
 ) -> Callable[[], list[float]]:
     """The same with transformers' model of the same folder, its default cache and attention."""
-    from transformers import AutoModelForCausalLM
+    try:
+        from transformers import AutoModelForCausalLM, DynamicCache
+    except ImportError:
+        raise ImportError("--compare transformers: pip install transformers") from None
 
     reference = AutoModelForCausalLM.from_pretrained(args.model, dtype=model.dtype)
     reference = reference.to(model.device).eval()
@@ -105,13 +113,15 @@ def _transformers_round(
 
     @torch.inference_mode()
     def run() -> list[float]:
-        out = reference(ids, use_cache=True, logits_to_keep=1)
+        # Passed by position: the parameter is `past_key_values` or `cache`, by version.
+        cache = DynamicCache(config=reference.config)
+        out = reference(ids, None, None, cache, logits_to_keep=1)
         milliseconds = []
         for _ in range(WARM_UP_STEPS + args.output_len):
             tokens = out.logits[:, -1].argmax(dim=-1, keepdim=True)
             _synchronize(model.device)
             start = time.perf_counter()
-            out = reference(tokens, past_key_values=out.past_key_values, logits_to_keep=1)
+            out = reference(tokens, None, None, cache, logits_to_keep=1)
             _synchronize(model.device)
             milliseconds.append(1e3 * (time.perf_counter() - start))
         return milliseconds[WARM_UP_STEPS:]

@@ -12,9 +12,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from minihisparse import __version__, commands
 from minihisparse.config import HiSparseConfig
+
+ERRORS = (OSError, ValueError, MemoryError, RuntimeError, FloatingPointError, ImportError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,15 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         report["interrupted"] = True
         print("interrupted", file=sys.stderr)
         code = 130
-    except (OSError, ValueError, MemoryError, RuntimeError, FloatingPointError) as error:
-        report["error"] = str(error)
-        print(f"error: {error}", file=sys.stderr)
+    except ERRORS as error:
+        report["error"] = " ".join(str(error).split())  # one line
+        print(f"error: {report['error']}", file=sys.stderr)
         code = 1
     line = json.dumps(report, allow_nan=False)
     print(line, flush=True)
     if args.output_json:
-        with open(args.output_json, "w") as file:
-            file.write(line + "\n")
+        try:
+            Path(args.output_json).write_text(line + "\n", encoding="utf-8")
+        except OSError as error:
+            print(f"error: --output-json: {error}", file=sys.stderr)
+            code = code or 1
     return code
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,8 +31,8 @@ from minihisparse.step_view import StepView
 from minihisparse.tokenizer import Detokenizer, Tokenizer
 from minihisparse.verify import Lockstep
 
-DEMO_MODULE, DEMO_TOKENS = "heapq", 6_000
-QUESTION = "What does this Python module do? Answer in a few sentences."
+DEMO_MODULE, DEMO_TOKENS = "calendar", 6_000
+QUESTION = "Explain in a few sentences what this Python module is for."
 
 
 def generate(args: argparse.Namespace, report: dict) -> int:
@@ -42,7 +43,11 @@ def generate(args: argparse.Namespace, report: dict) -> int:
     if len(prompts) == 1:
         _stream(llm, llm.tokenizer.encode(prompts[0]), params, report)
         return 0
-    outputs = llm.generate(prompts, params)
+    try:
+        outputs = llm.generate(prompts, params)
+    except KeyboardInterrupt:
+        _report_run(report, llm, [])
+        raise
     for index, output in enumerate(outputs):
         print(f"--- prompt {index}")
         print(output["text"] if output.error is None else f"refused: {output.error}")
@@ -57,6 +62,7 @@ def chat(args: argparse.Namespace, report: dict) -> int:
     """A conversation on the terminal: each line of stdin is a message, end of file ends it."""
     llm = _llm(args, report, max_running_requests=1)
     messages = [{"role": "system", "content": args.system}] if args.system else []
+    _report_run(report, llm, [])
     for line in _lines("you> "):
         messages.append({"role": "user", "content": line})
         prompt = llm.chat_prompt(messages)
@@ -67,16 +73,21 @@ def chat(args: argparse.Namespace, report: dict) -> int:
 
 def step(args: argparse.Namespace, report: dict) -> int:
     """Decodes one prompt and stops after each layer to show the cache."""
-    (prompt,) = _prompts(args)
+    prompts = _prompts(args)
+    if len(prompts) != 1:
+        raise ValueError(f"step shows one prompt, but {len(prompts)} were given")
     llm = _llm(args, report, max_running_requests=1)
     view = StepView(_lines(StepView.QUESTION))
-    for event in llm.step(prompt, SamplingParams(max_new_tokens=args.max_new_tokens)):
-        report["steps"] = event.step
-        if view.wants(event):
-            print(view.render(event))
-            if not view.go_on(event):
-                break
-    _report_run(report, llm, [len(llm.tokenizer.encode(prompt)) + report.get("steps", 0)])
+    num_tokens = 0
+    try:
+        for event in llm.step(prompts, SamplingParams(max_new_tokens=args.max_new_tokens)):
+            (num_tokens,) = event.seq_lens
+            if view.wants(event):
+                print(view.render(event))
+                if not view.go_on(event):
+                    break
+    finally:
+        _report_run(report, llm, [num_tokens])
     return 0
 
 
@@ -88,14 +99,25 @@ def verify(args: argparse.Namespace, report: dict) -> int:
     if args.prompt_tokens:
         prompts = _cut(prompts, args.prompt_tokens)
     lockstep = _lockstep(args, model, prompts, check_integrity=args.check_integrity)
-    with tqdm(total=args.max_new_tokens, unit="step", disable=args.disable_tqdm) as bar:
-        for _ in lockstep.run(prompts, args.max_new_tokens):
-            bar.update()
-    _report_lockstep(report, lockstep, prompts)
-    if lockstep.exact:
+    broken = None
+    try:
+        with tqdm(total=args.max_new_tokens, unit="step", disable=args.disable_tqdm) as bar:
+            for _ in lockstep.run(prompts, args.max_new_tokens):
+                bar.update()
+    except AssertionError as error:  # what was compared before counts all the same
+        broken = str(error)
+        print(f"error: {broken}", file=sys.stderr)
+    finally:
+        _report_lockstep(report, lockstep, prompts)
+    if broken:
+        report["exact"], report["error"] = False, broken
+    if report["exact"]:
         print(f"exact: {len(prompts)} requests, {lockstep.num_steps} decode steps, all bits equal")
         return 0
-    print(f"NOT exact; the first difference is in {lockstep.first_difference}")
+    if lockstep.exact:
+        print(f"NOT exact; all bits were equal, but the cache is broken: {broken}")
+    else:
+        print(f"NOT exact; the first difference is in {lockstep.first_difference}")
     return 1
 
 
@@ -110,8 +132,8 @@ def demo(args: argparse.Namespace, report: dict) -> int:
     message = {"role": "user", "content": f"{document}\n\n{args.question}"}
     text = tokenizer.apply_chat_template([message])
     prompt = tokenizer.encode(text, add_special_tokens=False)
-    print(f"document: {name}, {len(prompt)} tokens\nquestion: {args.question}\nanswer: ", end="")
     lockstep = _lockstep(args, model, [prompt], check_integrity=False)
+    print(f"document: {name}, {len(prompt)} tokens\nquestion: {args.question}\nanswer: ", end="")
     answer = Detokenizer(tokenizer)
     eos = model.config.eos_token_ids
     with tqdm(total=2, desc="prefill", unit="cache", disable=args.disable_tqdm, leave=False) as bar:
@@ -148,6 +170,8 @@ def _load(args: argparse.Namespace, report: dict) -> tuple[Decoder, Tokenizer]:
 
 def _llm(args: argparse.Namespace, report: dict, max_running_requests: int) -> LLM:
     model, tokenizer = _load(args, report)
+    if args.max_running_requests is not None:
+        max_running_requests = args.max_running_requests
     return LLM(
         model,
         tokenizer=tokenizer,
@@ -155,7 +179,7 @@ def _llm(args: argparse.Namespace, report: dict, max_running_requests: int) -> L
         selector=args.selector,
         hisparse=args.hisparse,
         max_model_len=args.max_model_len,
-        max_running_requests=args.max_running_requests or max_running_requests,
+        max_running_requests=max_running_requests,
         seed=args.seed,
         use_tqdm=not args.disable_tqdm,
     )
@@ -164,14 +188,22 @@ def _llm(args: argparse.Namespace, report: dict, max_running_requests: int) -> L
 def _lockstep(
     args: argparse.Namespace, model: Decoder, prompts: list[list[int]], check_integrity: bool
 ) -> Lockstep:
-    longest = max(map(len, prompts)) + args.max_new_tokens
+    longest = max(map(len, prompts))
+    num_tokens = longest + args.max_new_tokens
+    limit = model.max_model_len if args.max_model_len is None else args.max_model_len
+    if num_tokens > limit >= 1:
+        raise ValueError(
+            f"{longest} prompt tokens and max_new_tokens={args.max_new_tokens} are {num_tokens} "
+            f"in all, over the limit max_model_len={limit}; shorten the prompt, or lower "
+            "--max-new-tokens"
+        )
     runners = [
         make_runner(
             model,
             cache=cache,
             selector=args.selector,
             hisparse=args.hisparse,
-            max_model_len=args.max_model_len or longest,
+            max_model_len=max(num_tokens, 1) if args.max_model_len is None else limit,
             max_running_requests=len(prompts),
         )
         for cache in ("full", "hisparse")
@@ -182,10 +214,17 @@ def _lockstep(
 def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt or [])
     if args.prompt_file:
-        prompts.append(Path(args.prompt_file).read_text())
+        prompts.append(_read_text(args.prompt_file))
     if not prompts:
         raise ValueError("no prompt; pass --prompt TEXT or --prompt-file FILE")
     return prompts
+
+
+def _read_text(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error}") from None
 
 
 def _cut(prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
@@ -205,7 +244,7 @@ def _document(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[str, str]
     path = args.prompt_file
     if path is None:
         path = importlib.util.find_spec(DEMO_MODULE).origin
-    ids = tokenizer.encode(Path(path).read_text())
+    ids = tokenizer.encode(_read_text(path))
     return tokenizer.decode(ids[:DEMO_TOKENS]), Path(path).name
 
 
@@ -225,9 +264,9 @@ def _stream(llm: LLM, prompt: Sequence[int], params: SamplingParams, report: dic
     text, num_tokens = "", 0
     try:
         for delta in llm.stream([prompt], params):
-            print(delta.text, end="", flush=True)
             text += delta.text
-            num_tokens += 1
+            num_tokens += 1  # before the text is out: Ctrl-C may come in between
+            print(delta.text, end="", flush=True)
     finally:
         if num_tokens:
             print(flush=True)
@@ -253,7 +292,8 @@ def _report_run(report: dict, llm: LLM, num_tokens: Sequence[int]) -> None:
 
 def _report_lockstep(report: dict, lockstep: Lockstep, prompts: Sequence[Sequence[int]]) -> None:
     report["exact"] = lockstep.exact
-    report["max_abs_diff"] = lockstep.max_abs_diff
+    diff = lockstep.max_abs_diff
+    report["max_abs_diff"] = diff if math.isfinite(diff) else None  # JSON has no inf
     lengths = [len(p) + len(t) for p, t in zip(prompts, lockstep.tokens, strict=False)]
     timings, workspace = lockstep.timings["hisparse"], lockstep.workspaces["hisparse"]
     _report(report, lockstep.runners["hisparse"], timings, workspace, lengths)
@@ -270,6 +310,7 @@ def _report(
 def _side_by_side(report: dict, lockstep: Lockstep) -> str:
     """The demo's closing table."""
     full, memory, cache = lockstep.runners["full"].cache, report["memory"], report["cache"]
+    hit_rate = cache["hit_rate"]
     times = {name: timings.report() for name, timings in lockstep.timings.items()}
 
     def mib(num_bytes: int) -> str:
@@ -285,7 +326,7 @@ def _side_by_side(report: dict, lockstep: Lockstep) -> str:
             row("KV on the device", mib(full.device_kv_bytes), mib(memory["device_kv_bytes"])),
             row("KV in host memory", mib(0), mib(memory["host_pool_bytes"])),
             row("slot and page tables", mib(0), mib(memory["metadata_bytes"])),
-            row("hit rate", "", f"{cache['hit_rate']:.2%}" if cache["hit_rate"] else ""),
+            row("hit rate", "", "" if hit_rate is None else f"{hit_rate:.2%}"),
             row("fetched per decode step", "", mib(cache["bytes_h2d"] / max(1, report["steps"]))),
             row("time to first token, ms", *(t["ttft_ms"] for t in times.values())),
             row("time per token, ms", *(t["tpot_ms_p50"] for t in times.values())),

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from numbers import Integral
 from pathlib import Path
 
@@ -138,9 +139,11 @@ class LLM:
 
         Raises ValueError, before the first token, if a prompt is refused.
         """
-        for request in self._run_or_raise(prompts, params):
-            last = request.output_ids[-1]
-            yield Delta(request.index, request.delta, last, request.finish_reason)
+        # `closing`: on Python 3.12 closing a generator does not reach the one it iterates over.
+        with closing(self._run_or_raise(prompts, params)) as run:
+            for request in run:
+                last = request.output_ids[-1]
+                yield Delta(request.index, request.delta, last, request.finish_reason)
 
     def chat(
         self, messages: list[dict], params: SamplingParams | None = None, **options
@@ -164,9 +167,10 @@ class LLM:
 
         The next layer runs when the next event is asked for. Raises ValueError as `stream` does.
         """
-        for item in self._run_or_raise(prompts, params, inspect=True):
-            if isinstance(item, LayerEvent):
-                yield item
+        with closing(self._run_or_raise(prompts, params, inspect=True)) as run:
+            for item in run:
+                if isinstance(item, LayerEvent):
+                    yield item
 
     def _requests(self, prompts, params) -> list[Request]:
         """Checks the prompts; what is wrong with one of them becomes that request's error."""

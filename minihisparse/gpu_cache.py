@@ -11,8 +11,7 @@ attention) is the same, and that is why their outputs can be compared bit for bi
     cache.records[layer]                             [max_requests, N, W]: what the slots index
     cache.release(row)                               the request leaves, finished or aborted
 
-Upstream names: device_buffer_tokens, lru_slots, device_buffer_size, write-through (paper, section
-4).
+Upstream names: device_buffer_tokens, lru_slots, device_buffer_size, write-through.
 
 Invariants (`check_integrity`): every occupied slot's record equals the host row of its (layer,
 position); the positions in a request's slots are distinct; lru_slots is a permutation; what belongs
@@ -69,8 +68,9 @@ class KVCache:
         self._clear(row)
         self.rows.remove(row)
 
-    def _count(self, layer: int, hits: Tensor, misses: Tensor, evictions: Tensor) -> None:
-        self.counters[layer] += torch.stack([hits.sum(), misses.sum(), evictions.sum()])
+    def _count(self, layer: int, *counts: Tensor) -> None:
+        """Adds hits, misses and evictions, in this order."""
+        self.counters[layer, : len(counts)] += torch.stack(counts)
 
     @property
     def device_kv_bytes(self) -> int:
@@ -120,19 +120,21 @@ class FullCache(KVCache):
 
     def write_through(self, layer: int, records: Tensor, batch: Batch) -> None:
         """Stores the newest record of each request; records [R, W]."""
-        real = slice(batch.num_real_reqs)
-        rows, positions = batch.req_pool_indices[real], batch.positions[real]
-        self.records[layer][rows, positions] = records[real]
+        batch, records = batch.real, records[: batch.num_real_reqs]
+        self.records[layer][batch.req_pool_indices, batch.positions] = records
 
     def resolve(self, layer: int, positions: Tensor, batch: Batch) -> Tensor:
-        """Slots [R, K] int64 of positions [R, K] int32: the positions themselves, -1 elsewhere."""
+        """Slots [R, K] int64 of positions [R, K] int32: the positions themselves, -1 elsewhere.
+
+        Raises ValueError in checked mode if a position is out of range.
+        """
+        num_rows, positions = len(positions), positions[: batch.num_real_reqs]
+        seq_lens = batch.real.seq_lens
         if self.checked:
-            real = slice(batch.num_real_reqs)
-            check_positions(positions[real], batch.seq_lens[real])
-        readable = (positions >= 0) & (positions < batch.seq_lens[:, None])
-        readable[batch.num_real_reqs :] = False
-        self._count(layer, readable, readable.new_zeros(1), readable.new_zeros(1))
-        return torch.where(readable, positions.long(), -1)
+            check_positions(positions, seq_lens)
+        readable = (positions >= 0) & (positions < seq_lens[:, None])
+        self._count(layer, readable.sum())
+        return pad_rows(torch.where(readable, positions, -1).long(), num_rows)
 
     def check_integrity(self) -> None:
         """FullCache has no state that could contradict itself."""
@@ -189,8 +191,8 @@ class HiSparseCache(KVCache):
         """
         num_tokens = len(records)
         positions = torch.arange(num_tokens, device=self.device)
-        rows = torch.tensor([row], device=self.device)
-        self.host.write(layer, self.host.rows_of(rows, positions[None])[0], records)
+        requests = torch.full_like(positions, row)
+        self.host.write(layer, self.host.rows_of(requests, positions), records)
         if num_tokens <= self.device_buffer_size:
             self.records[layer][row, :num_tokens] = records
             self.device_buffer_tokens[layer, row, :num_tokens] = positions.int()
@@ -200,49 +202,51 @@ class HiSparseCache(KVCache):
 
         records [R, W]. Position S-1 goes to slot S-1 while S <= B, and to slot B afterwards.
         """
-        real = slice(batch.num_real_reqs)
-        rows, positions, records = (
-            batch.req_pool_indices[real],
-            batch.positions[real],
-            records[real],
-        )
-        self.records[layer][rows, positions.clamp(max=self.device_buffer_size)] = records
-        host_rows = self.host.rows_of(rows, positions[:, None])[:, 0]
-        self.host.write(layer, host_rows, records)
+        batch, records = batch.real, records[: batch.num_real_reqs]
+        rows, positions = batch.req_pool_indices, batch.positions
+        slots = positions.clamp(max=self.device_buffer_size)
+        self.records[layer][rows, slots] = records
+        self.host.write(layer, self.host.rows_of(rows, positions), records)
 
-        growing = positions < self.device_buffer_size
-        slot = torch.where(growing, positions, 0)
         tokens = self.device_buffer_tokens[layer]
-        tokens[rows, slot] = torch.where(growing, positions.int(), tokens[rows, slot])
+        growing = slots < self.device_buffer_size
+        slots = torch.where(growing, slots, 0)  # slot B is in no table: rewrite slot 0 as it is
+        tokens[rows, slots] = torch.where(growing, positions.int(), tokens[rows, slots])
 
     def resolve(self, layer: int, positions: Tensor, batch: Batch) -> Tensor:
         """Makes the records of positions [R, K] int32 resident; their slots [R, K] int64.
 
         Raises ValueError in checked mode if a position is out of range.
         """
-        real = slice(batch.num_real_reqs)
-        rows, seq_lens = batch.req_pool_indices[real], batch.seq_lens[real]
+        num_rows, positions = len(positions), positions[: batch.num_real_reqs]
+        batch = batch.real
+        rows = batch.req_pool_indices
         tokens, lru_slots = self.device_buffer_tokens[layer], self.lru_slots[layer]
         done = resolve_torch(
-            positions[real], seq_lens, tokens[rows], lru_slots[rows], checked=self.checked
+            positions,
+            batch.seq_lens,
+            tokens.index_select(0, rows),
+            lru_slots.index_select(0, rows),
+            checked=self.checked,
         )
-        self._fetch(layer, rows, positions[real], done.slots, done.fetch)
-        tokens[rows] = done.tokens
-        lru_slots[rows] = done.lru_slots
-        self._count(layer, (done.slots >= 0) & ~done.fetch, done.fetch, done.evicted >= 0)
-        slots = torch.full_like(positions, -1, dtype=torch.int64)
-        slots[real] = done.slots
-        return slots
+        self._fetch(layer, rows, positions, done.slots, done.fetch)
+        tokens.index_copy_(0, rows, done.tokens)
+        lru_slots.index_copy_(0, rows, done.lru_slots)
+        misses = done.fetch.sum()
+        self._count(layer, (done.slots >= 0).sum() - misses, misses, (done.evicted >= 0).sum())
+        return pad_rows(done.slots, num_rows)
 
     def _fetch(
         self, layer: int, rows: Tensor, positions: Tensor, slots: Tensor, fetch: Tensor
     ) -> None:
         """Copies the missed records from the host pool into their slots."""
-        request, column = fetch.nonzero(as_tuple=True)
-        host_rows = self.host.rows_of(rows[request], positions[request, column][:, None])[:, 0]
-        self.records[layer][rows[request], slots[request, column]] = self.host.read(
-            layer, host_rows
-        )
+        missed = fetch.flatten().nonzero()[:, 0]  # indices into [R * K]
+        requests = rows.index_select(0, missed // fetch.shape[1])
+        host_rows = self.host.rows_of(requests, positions.flatten().index_select(0, missed))
+        flat_slots = requests * (self.device_buffer_size + 1)
+        flat_slots += slots.flatten().index_select(0, missed)
+        fetched = self.host.read(layer, host_rows)
+        self.records[layer].flatten(0, 1).index_copy_(0, flat_slots, fetched)
 
     def check_integrity(self, seq_lens: Sequence[int] | None = None) -> None:
         """Checks the module docstring's invariants; AssertionError names the first one broken.
@@ -256,7 +260,6 @@ class HiSparseCache(KVCache):
         ordered = self.lru_slots.long().sort(dim=-1).values
         check(bool((ordered == self._initial_order).all()), "lru_slots is not a permutation")
         for row in range(self.max_requests):
-            request = torch.tensor([row], device=self.device)
             for layer in range(self.num_layers):
                 tokens = self.device_buffer_tokens[layer, row]
                 if seq_lens is not None and seq_lens[row] > len(tokens):
@@ -271,7 +274,8 @@ class HiSparseCache(KVCache):
                 check(
                     len(tokens[slots].unique()) == len(slots), f"{where}: a position in two slots"
                 )
-                host_rows = self.host.rows_of(request, tokens[slots][None])[0]
+                requests = torch.full_like(slots, row)
+                host_rows = self.host.rows_of(requests, tokens[slots])
                 same = bits(self.records[layer][row, slots]) == bits(
                     self.host.read(layer, host_rows)
                 )
@@ -281,3 +285,10 @@ class HiSparseCache(KVCache):
 def bits(records: Tensor) -> Tensor:
     """The records' bytes, so that comparing them treats NaN like any other value."""
     return records.contiguous().view(torch.uint8)
+
+
+def pad_rows(slots: Tensor, num_rows: int) -> Tensor:
+    """Slots [R, K] with rows of -1 appended, for the padding of a batch."""
+    if len(slots) == num_rows:
+        return slots
+    return torch.nn.functional.pad(slots, (0, 0, 0, num_rows - len(slots)), value=-1)

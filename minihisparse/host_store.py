@@ -1,8 +1,7 @@
 """The host KV pool: the whole history of every request, one record per position and layer.
 
-HiSparse makes host memory the authoritative home of KV (paper, section 4.1): every record is
-written here once and never changed, so evicting it from the device discards a copy and writes
-nothing back.
+HiSparse makes host memory the authoritative home of KV: every record is written here once and never
+changed, so evicting it from the device discards a copy and writes nothing back.
 
 Upstream names: req_to_host_pool. A request owns whole pages of `page_size` rows; its position p
 lies in host row `req_to_host_pool[request, p // page_size] * page_size + p % page_size`, in every
@@ -102,10 +101,10 @@ class HostPool:
         self.req_to_host_pool[request] = -1
 
     def rows_of(self, requests: Tensor, positions: Tensor) -> Tensor:
-        """Host rows [R, N] int64 of positions [R, N] that the requests [R] own."""
+        """Host rows, int64, of positions in the pages of the requests (shapes broadcast)."""
         positions = positions.long()
-        page = self.req_to_host_pool[requests].gather(1, positions // self.page_size)
-        return page.long() * self.page_size + positions % self.page_size
+        pages = self.req_to_host_pool[requests, positions // self.page_size].long()
+        return pages * self.page_size + positions % self.page_size
 
     def read(self, layer: int, host_rows: Tensor) -> Tensor:
         """The records [N, W] of host rows [N], on the device where `host_rows` is."""

@@ -5,12 +5,13 @@ of K positions: ascending, unique, -1 at the end. One list serves all heads, bec
 the K and V of all KV heads. Ties go to the lowest position, so that the same state always gives the
 same list.
 
-Quest (arXiv 2406.10774, section 3.3; here one selection per layer instead of one per head): pages
-of `page_size` positions, the elementwise minimum and maximum of each page's keys, and from them an
+Quest (arXiv 2406.10774; here one selection per layer instead of one per head): pages of
+`page_size` positions, the elementwise minimum and maximum of each page's keys, and from them an
 upper bound of q . k over the page. The bounds of each query head go through a softmax over the
 pages, the heads are summed, and the best pages are read whole.
 
-Cost: 2 * Hkv * D elements per page and layer on the device, read once per step and layer.
+Cost: 2 * Hkv * D elements per page and layer on the device, as much as one record: with pages of
+16, 1/16 of the KV. It is read once per step and layer, and it grows with the context.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class QuestSelector:
 
     def write(self, layer: int, k: Tensor, batch: Batch) -> None:
         """Adds the newest key of each request to its page; k [R, Hkv, D]."""
-        real = slice(batch.num_real_reqs)
-        rows, positions, k = batch.req_pool_indices[real], batch.positions[real], k[real]
+        batch, k = batch.real, k[: batch.num_real_reqs]
+        rows, positions = batch.req_pool_indices, batch.positions
         bounds, page = self.bounds[layer], positions // self.page_size
         old_max, old_min = bounds[rows, :, page].unbind(2)  # [R, Hkv, D] each
         starts_page = (positions % self.page_size == 0)[:, None, None]

@@ -10,8 +10,8 @@ Decode, in each layer, is the whole of HiSparse on one screen (`decode_layer`):
                 -> attention over the records at the slots              attention
                 -> o_proj, mlp -> hidden                                model
 
-Prefill runs all chunks of the prompt through layer 0, then layer 1, and so on (DESIGN: each KV byte
-crosses the bus once). The device holds the hidden states of the prompt and the KV of one layer.
+Prefill runs all chunks of the prompt through layer 0, then layer 1, and so on: each KV byte crosses
+the bus once. The device holds the hidden states of the prompt and the KV of one layer.
 
 A runner deliberately does not know requests, sampling, or which of the two caches it has.
 """
@@ -136,51 +136,59 @@ def make_runner(
         raise ValueError(f"--max-running-requests {max_running_requests} is less than 1")
     if selector != "quest":
         raise ValueError(f"--selector {selector!r} is not one of: quest")
-    config = model.config
-    shared = {"device": model.device, "dtype": model.dtype}
-    quest = QuestSelector(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        top_k=hisparse.top_k,
-        page_size=hisparse.page_size,
-        max_requests=max_running_requests,
-        max_model_len=max_model_len,
-        **shared,
-    )
-    if cache == "full":
-        kv_cache: KVCache = FullCache(
-            num_layers=config.num_hidden_layers,
-            record_width=config.record_width,
+    if cache == "hisparse":
+        kv_cache = _hisparse_cache(model, hisparse, max_model_len, max_running_requests, checked)
+    elif cache == "full":
+        kv_cache = FullCache(
+            num_layers=model.config.num_hidden_layers,
+            record_width=model.config.record_width,
             max_requests=max_running_requests,
             max_model_len=max_model_len,
-            checked=checked,
-            **shared,
-        )
-    elif cache == "hisparse":
-        record_bytes = config.record_width * model.dtype.itemsize
-        size = hisparse.device_buffer_size_for(config.num_hidden_layers, record_bytes)
-        pages_per_request = -(-max_model_len // hisparse.page_size)
-        num_pages = pages_per_request * max_running_requests
-        if hisparse.host_to_device_ratio is not None:
-            host_tokens = int(hisparse.host_to_device_ratio * size * max_running_requests)
-            num_pages = max(1, host_tokens // hisparse.page_size)
-        host = HostPool(
-            num_layers=config.num_hidden_layers,
-            record_width=config.record_width,
-            num_pages=num_pages,
-            page_size=hisparse.page_size,
-            max_requests=max_running_requests,
-            max_pages_per_request=pages_per_request,
-            **shared,
-        )
-        kv_cache = HiSparseCache(
-            host=host,
-            max_requests=max_running_requests,
-            device_buffer_size=size,
+            dtype=model.dtype,
             device=model.device,
             checked=checked,
         )
     else:
         raise ValueError(f"--cache {cache!r} is not one of: hisparse, full")
+    quest = QuestSelector(
+        num_layers=model.config.num_hidden_layers,
+        num_kv_heads=model.config.num_key_value_heads,
+        head_dim=model.config.head_dim,
+        top_k=hisparse.top_k,
+        page_size=hisparse.page_size,
+        max_requests=max_running_requests,
+        max_model_len=max_model_len,
+        dtype=model.dtype,
+        device=model.device,
+    )
     return Runner(model, kv_cache, quest)
+
+
+def _hisparse_cache(
+    model: Decoder, hisparse: HiSparseConfig, max_model_len: int, max_requests: int, checked: bool
+) -> HiSparseCache:
+    config = model.config
+    record_bytes = config.record_width * model.dtype.itemsize
+    size = hisparse.device_buffer_size_for(config.num_hidden_layers, record_bytes)
+    pages_per_request = -(-max_model_len // hisparse.page_size)
+    num_pages = pages_per_request * max_requests
+    if hisparse.host_to_device_ratio is not None:
+        host_tokens = int(hisparse.host_to_device_ratio * size * max_requests)
+        num_pages = max(1, host_tokens // hisparse.page_size)
+    host = HostPool(
+        num_layers=config.num_hidden_layers,
+        record_width=config.record_width,
+        num_pages=num_pages,
+        page_size=hisparse.page_size,
+        max_requests=max_requests,
+        max_pages_per_request=pages_per_request,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    return HiSparseCache(
+        host=host,
+        max_requests=max_requests,
+        device_buffer_size=size,
+        device=model.device,
+        checked=checked,
+    )

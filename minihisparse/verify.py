@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minihisparse.batch import Batch
-from minihisparse.gpu_cache import bits
+from minihisparse.gpu_cache import KVCache, bits
 from minihisparse.runner import LayerResult, Runner
 from minihisparse.stats import Timings, Workspace
 
@@ -40,7 +40,8 @@ class Difference:
 class Lockstep:
     """Runs two runners over the same requests and compares them.
 
-    first_difference: None while everything was equal. max_abs_diff: over all logits.
+    first_difference: None while everything was equal. max_abs_diff: over all logits; inf if one
+    of two is no number.
     timings: per runner, "full" and "hisparse", each timed alone. tokens: per request, greedy.
     """
 
@@ -67,10 +68,13 @@ class Lockstep:
         progress: Callable[[], object] = lambda: None,
     ) -> Iterator[list[int]]:
         """Yields the next token of each request [R]; stops after `max_new_tokens`, or when every
-        request has met one of `stop_ids`. Raises AssertionError: a cache's invariant is broken.
+        request has met one of `stop_ids`. Raises AssertionError: a cache's invariant is broken;
+        ValueError: nothing to run, or a cache refuses a prompt.
         """
-        rows = [self._admit(len(prompt) + max_new_tokens) for prompt in prompts]
+        _check_arguments(prompts, max_new_tokens)
+        admitted: list[tuple[KVCache, int]] = []
         try:
+            rows = [self._admit(len(prompt) + max_new_tokens, admitted) for prompt in prompts]
             last = [self._prefill(*item, progress) for item in zip(rows, prompts, strict=True)]
             self.tokens = [[token] for token in last]
             yield last
@@ -83,13 +87,15 @@ class Lockstep:
                 done = [d or t in stop_ids for d, t in zip(done, last, strict=True)]
                 yield last
         finally:
-            for row in rows:
-                for runner in self.runners.values():
-                    runner.cache.release(row)
+            for cache, row in admitted:
+                cache.release(row)
 
-    def _admit(self, num_tokens: int) -> int:
-        rows = [runner.cache.admit(num_tokens) for runner in self.runners.values()]
-        if len(set(rows)) != 1:
+    def _admit(self, num_tokens: int, admitted: list[tuple[KVCache, int]]) -> int:
+        """Admits a request to both caches; notes each in `admitted`, whatever happens next."""
+        for runner in self.runners.values():
+            admitted.append((runner.cache, runner.cache.admit(num_tokens)))
+        rows = [row for _, row in admitted[-2:]]
+        if rows[0] != rows[1]:
             raise AssertionError(f"the two caches gave different request rows: {rows}")
         return rows[0]
 
@@ -147,14 +153,14 @@ class Lockstep:
         """The host pool's records of a request against those that FullCache holds on the device."""
         full = self.runners["full"].cache.records[layer][row, positions]
         host = self.runners["hisparse"].cache.host
-        rows = torch.tensor([row], device=self.device)
-        host_rows = host.rows_of(rows, positions[None])[0]
+        host_rows = host.rows_of(torch.full_like(positions, row), positions)
         self._compare(step, layer, "a record in the host pool", full, host.read(layer, host_rows))
 
     def _compare(self, step: int, layer: int, what: str, full: Tensor, hisparse: Tensor) -> None:
         if torch.equal(bits(full), bits(hisparse)):
             return
-        diff = (full.double() - hisparse.double()).abs().max().item()
+        apart = (full.double() - hisparse.double()).abs()  # nan: no number, or inf - inf
+        diff = apart.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item()
         if layer < 0:
             self.max_abs_diff = max(self.max_abs_diff, diff)
         if self.first_difference is None:
@@ -164,3 +170,13 @@ class Lockstep:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+def _check_arguments(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    if not prompts:
+        raise ValueError("there are no prompts to compare")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: got {max_new_tokens}, expected an integer >= 1")
+    for index, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {index}: it is empty; a prompt needs at least one token")

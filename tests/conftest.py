@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from minihisparse.weights_scripts.get_smollm2 import MARKER, default_out
 from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from minihisparse.model import Decoder, weight_shapes
 from minihisparse.model_config import ModelConfig
+from minihisparse.weights_scripts.get_smollm2 import MARKER, default_out
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from conftest import byte_level_tokenizer
 from dense_reference import dense_logits
-from minihisparse.kernels.resolve import resolve_oracle
 from rig import assert_same_bits
 
 from minihisparse import host_store
@@ -24,6 +23,7 @@ from minihisparse.config import HiSparseConfig
 from minihisparse.engine import LLM
 from minihisparse.events import LayerEvent
 from minihisparse.gpu_cache import HiSparseCache
+from minihisparse.kernels.resolve import resolve_oracle
 from minihisparse.model import Decoder
 from minihisparse.request import Request, RequestOutput
 from minihisparse.sampling import SamplingParams

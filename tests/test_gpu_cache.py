@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from minihisparse.kernels.resolve import resolve_oracle
 from rig import assert_same_bits
 from torch import Tensor
 
 from minihisparse.batch import Batch
 from minihisparse.gpu_cache import FullCache, HiSparseCache, KVCache
 from minihisparse.host_store import HostPool
+from minihisparse.kernels.resolve import resolve_oracle
 
 CPU = torch.device("cpu")
 GARBAGE = 123456  # what padded rows ask for

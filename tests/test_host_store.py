@@ -141,7 +141,7 @@ def test_rows_of_follows_the_table():
     table = pool.req_to_host_pool.tolist()
     assert table[2] != sorted(table[2])
     positions = [[15, 0, 4, 7], [6, 6, 3, 1]]
-    rows = pool.rows_of(torch.tensor([2, 0]), torch.tensor(positions, dtype=torch.int32))
+    rows = pool.rows_of(torch.tensor([[2], [0]]), torch.tensor(positions, dtype=torch.int32))
     assert rows.dtype == torch.int64
     assert rows.tolist() == [
         [table[request][p // 4] * 4 + p % 4 for p in line]
@@ -153,7 +153,7 @@ def test_no_two_positions_share_a_row():
     pool = make_pool(page_size=3, num_pages=12)
     for request in range(3):
         pool.allocate(request, 12)
-    rows = pool.rows_of(torch.arange(3), torch.arange(12).repeat(3, 1))
+    rows = pool.rows_of(torch.arange(3)[:, None], torch.arange(12).repeat(3, 1))
     assert sorted(rows.flatten().tolist()) == list(range(36))
 
 

@@ -1,8 +1,8 @@
 """The package that users install is the one that was tested, in every way there is to run it.
 
 Guards: a wheel without `kernels` or `weights_scripts`; `python -m minihisparse` in a checkout,
-where minihisparse/ is found before any installed one; a top-level `kernels` that is taken for the library
-of that name (`import transformers` probes for it); a dependency that only the author has.
+where minihisparse/ is found before any installed one; a top-level `kernels` that is taken for the
+library of that name (`import transformers` probes for it); a dependency that only the author has.
 
 Python runs with -S, and with site-packages on the path as a plain folder, wherever an editable
 install of this environment could help: then no .pth file is read. Nothing here needs a network.

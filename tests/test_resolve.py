@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from minihisparse.kernels import resolve as resolve_module
 from minihisparse.kernels.resolve import Fetch, resolve_oracle
 from minihisparse.kernels.resolve_torch import first_occurrence, resolve_torch

@@ -1,0 +1,124 @@
+"""Figures of what a cache did: data in, a matplotlib figure out.
+
+Needs the extra `plots`; matplotlib is imported when a figure is made. No window is ever opened:
+figures are made without pyplot, so they need no display and leave no global state behind.
+
+Data is plain dicts and lists, with a "config" line that says what was run; it becomes part of the
+title. `save` writes it as JSON beside the picture, so that a figure can always be made again.
+
+It deliberately does not know models, caches or traces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = ["#c44e52", "#dd8a2c", "#2a6f97", "#4c956c"]
+MARKERS = ["o", "s", "^", "D"]
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, inches. Raises ImportError, naming the extra, if matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"figures need matplotlib ({error}); pip install 'minihisparse[plots]'"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plot_hit_rate(data: Mapping[str, Any]) -> Figure:
+    """Hit rates over decode steps (left) and per layer (right), one line per cache size.
+
+    data: "config": str; "by_step" and "by_layer": {label: list of hit rates in 0..1}, each label in
+    both. "by_step" starts at step 1. Raises ValueError if the labels differ or there are none.
+    """
+    by_step, by_layer = data["by_step"], data["by_layer"]
+    if not by_step or list(by_step) != list(by_layer):
+        raise ValueError(
+            f"by_step has labels {list(by_step)}, by_layer {list(by_layer)}; expected the same, "
+            "and at least one"
+        )
+    figure = new_figure(10, 4)
+    left, right = figure.subplots(1, 2)
+    for number, label in enumerate(by_step):
+        style = {
+            "color": COLOURS[number % len(COLOURS)],
+            "marker": MARKERS[number % len(MARKERS)],
+            "markersize": 5,
+            "label": label,
+        }
+        steps = range(1, len(by_step[label]) + 1)
+        every = max(1, len(steps) // 12)
+        left.plot(steps, _percent(by_step[label]), linewidth=1.5, markevery=every, **style)
+        layers = range(len(by_layer[label]))
+        right.plot(layers, _percent(by_layer[label]), linestyle="none", **style)
+    left.set(xlabel="decode step", ylim=(0, 101), title="all layers, first step included")
+    floor = 10 * int(min(min(_percent(rates)) for rates in by_layer.values()) / 10)
+    right.set(
+        xlabel=f"layer (vertical axis starts at {floor}%)",
+        ylim=(floor, 100 + (100 - floor) / 50),
+        title="each layer, mean after the first step",
+    )
+    for axes in (left, right):
+        axes.set_ylabel("hit rate (% of selected records)")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        _tidy(axes)
+    left.legend(loc="lower right", frameon=False)
+    figure.suptitle(f"Share of the selected records that were in a slot\n{data['config']}")
+    return figure
+
+
+def plot_overlap(data: Mapping[str, Any]) -> Figure:
+    """A heat map: how much a step's selection has in common with the one before, layer by layer.
+
+    data: "config": str; "jaccard": [layers][steps - 1], each |both| / |either| in 0..1, the first
+    column that of step 2 with step 1.
+    """
+    overlap: Sequence[Sequence[float]] = data["jaccard"]
+    num_layers, num_steps = len(overlap), len(overlap[0])
+    figure = new_figure(10, min(6.0, 2.2 + 0.12 * num_layers))
+    axes = figure.subplots()
+    extent = (1.5, num_steps + 1.5, num_layers - 0.5, -0.5)
+    image = axes.imshow(
+        overlap, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="none", extent=extent
+    )
+    axes.set(xlabel="decode step", ylabel="layer")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    figure.colorbar(image, ax=axes, label="Jaccard overlap (0..1)", pad=0.01)
+    figure.suptitle(f"Selected positions in common with the step before\n{data['config']}")
+    return figure
+
+
+def save(figure: Figure, data: Mapping[str, Any], path: str | Path) -> Path:
+    """Writes the figure as PNG to `path` and its data beside it, as .json; makes the folder.
+
+    Returns the PNG's path. Raises ValueError if `path` does not end in .png, or if a number is NaN
+    or infinite.
+    """
+    path = Path(path)
+    if path.suffix != ".png":
+        raise ValueError(f"got {path}, expected a path that ends in .png")
+    text = json.dumps(data, indent=1, allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def _percent(rates: Sequence[float]) -> list[float]:
+    return [100 * rate for rate in rates]
+
+
+def _tidy(axes) -> None:
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
