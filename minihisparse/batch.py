@@ -20,11 +20,12 @@ class Batch:
 
     req_pool_indices: [R] int64, the row that each request owns in every per-request table.
     seq_lens: [R] int32, tokens of the request so far, the one being decoded included (S).
-    max_seq_len: host integer, the largest of them: bounds what selectors have to look at.
+    min_seq_len, max_seq_len: host integers, of the real rows: what need not be looked at is not.
     """
 
     req_pool_indices: Tensor
     seq_lens: Tensor
+    min_seq_len: int
     max_seq_len: int
     num_real_reqs: int
 
@@ -40,6 +41,7 @@ class Batch:
         return cls(
             torch.tensor([*rows, *[0] * padding], dtype=torch.int64, device=device),
             torch.tensor([*seq_lens, *[0] * padding], dtype=torch.int32, device=device),
+            min(seq_lens, default=0),
             max(seq_lens, default=0),
             len(rows),
         )
@@ -57,4 +59,5 @@ class Batch:
     @cached_property
     def _unpadded(self) -> Batch:
         num = self.num_real_reqs
-        return Batch(self.req_pool_indices[:num], self.seq_lens[:num], self.max_seq_len, num)
+        rows, lens = self.req_pool_indices[:num], self.seq_lens[:num]
+        return Batch(rows, lens, self.min_seq_len, self.max_seq_len, num)

@@ -208,9 +208,11 @@ class HiSparseCache(KVCache):
         self.records[layer][rows, slots] = records
         self.host.write(layer, self.host.rows_of(rows, positions), records)
 
+        if batch.min_seq_len > self.device_buffer_size:
+            return  # nobody grows any more: slot B is in no table
         tokens = self.device_buffer_tokens[layer]
         growing = slots < self.device_buffer_size
-        slots = torch.where(growing, slots, 0)  # slot B is in no table: rewrite slot 0 as it is
+        slots = torch.where(growing, slots, 0)  # who does not grow rewrites slot 0 as it is
         tokens[rows, slots] = torch.where(growing, positions.int(), tokens[rows, slots])
 
     def resolve(self, layer: int, positions: Tensor, batch: Batch) -> Tensor:

@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from dense_reference import dense_logits
 from tokenizers import Tokenizer
 
+from minihisparse.config import HiSparseConfig
+from minihisparse.engine import LLM
 from minihisparse.model import Decoder
+from minihisparse.sampling import SamplingParams
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,3 +52,18 @@ def test_perplexity_equals_transformers(run):
     print(f"perplexity of {TEXT.name}: {ours:.4f}, transformers {theirs:.4f}")
     assert ours == pytest.approx(theirs, rel=0.01)
     assert ours < 20  # the model can read: 14.2 for the Q4_1 weights
+
+
+@pytest.mark.parametrize("cache", ["full", "hisparse"])
+def test_greedy_tokens_equal_transformers(smollm2_dir, cache):
+    """With top_k >= context nothing is left out: 64 tokens, through either cache."""
+    options = {"max_model_len": 512, "max_running_requests": 1, "use_tqdm": False}
+    hisparse = HiSparseConfig(top_k=512, device_buffer_size=512)
+    llm = LLM(smollm2_dir, device="cpu", dtype="fp32", cache=cache, hisparse=hisparse, **options)
+    ids = llm.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:300]
+    params = SamplingParams(max_new_tokens=64, ignore_eos=True)
+    ours = llm.generate(ids, params)["token_ids"]
+    model = transformers.LlamaForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
+    limits = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
+    theirs = model.generate(torch.tensor([ids]), **limits)[0, len(ids) :].tolist()
+    assert len(ours) == 64 and ours == theirs
