@@ -136,7 +136,11 @@ def demo(args: argparse.Namespace, report: dict) -> int:
     print(f"document: {name}, {len(prompt)} tokens\nquestion: {args.question}\nanswer: ", end="")
     answer = Detokenizer(tokenizer)
     eos = model.config.eos_token_ids
-    with tqdm(total=2, desc="prefill", unit="cache", disable=args.disable_tqdm, leave=False) as bar:
+    total = 2 * model.config.num_hidden_layers
+    off = args.disable_tqdm
+    with tqdm(
+        total=total, desc="prefill, both ways", unit="layer", disable=off, leave=False
+    ) as bar:
         tokens = lockstep.run([prompt], args.max_new_tokens, eos, progress=bar.update)
         try:
             for (token,) in tokens:

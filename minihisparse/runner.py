@@ -18,6 +18,7 @@ A runner deliberately does not know requests, sampling, or which of the two cach
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -53,8 +54,13 @@ class Runner:
         self.num_layers = model.config.num_hidden_layers
 
     @torch.inference_mode()
-    def prefill(self, row: int, token_ids: Tensor) -> Tensor:
-        """Runs the prompt [T] int64 of the request in `row`; logits [V] float32 of its end."""
+    def prefill(
+        self, row: int, token_ids: Tensor, progress: Callable[[], object] = lambda: None
+    ) -> Tensor:
+        """Runs the prompt [T] int64 of the request in `row`; logits [V] float32 of its end.
+
+        progress: called after each layer.
+        """
         model, num_tokens = self.model, len(token_ids)
         positions = torch.arange(num_tokens, device=model.device)
         chunks = [slice(i, i + PREFILL_CHUNK) for i in range(0, num_tokens, PREFILL_CHUNK)]
@@ -69,6 +75,7 @@ class Runner:
                 hidden[chunk] = model.attention_output(layer, hidden[chunk], attention)
             self.cache.write_prompt(layer, row, records)
             self.selector.write_prompt(layer, row, keys_of(records, model.config.head_dim))
+            progress()
         return model.logits(hidden[-1:])[0]
 
     @torch.inference_mode()

@@ -53,7 +53,7 @@ class StepView:
         ]
         if event.device_buffer_tokens is None:
             return lines[0] + "\n(full cache: the slot of position p is p)"
-        lines.append("slot: position (+ hit, * fetched, in place of the position in brackets)")
+        lines.append("slot: position; + is a hit, * was fetched, (p) is the position it displaced")
         lines += _table(_cells(event))
         order = event.lru_slots[0].tolist()
         if len(order) > 12:

@@ -69,7 +69,8 @@ class Lockstep:
     ) -> Iterator[list[int]]:
         """Yields the next token of each request [R]; stops after `max_new_tokens`, or when every
         request has met one of `stop_ids`. Raises AssertionError: a cache's invariant is broken;
-        ValueError: nothing to run, or a cache refuses a prompt.
+        ValueError: nothing to run, or a cache refuses a prompt. progress: called after each layer
+        of each prefill, in each runner.
         """
         _check_arguments(prompts, max_new_tokens)
         admitted: list[tuple[KVCache, int]] = []
@@ -105,9 +106,8 @@ class Lockstep:
         for name, runner in self.runners.items():
             start = self._now()
             with self.workspaces[name].measure():
-                logits[name] = runner.prefill(row, ids)
+                logits[name] = runner.prefill(row, ids, progress)
             self.timings[name].ttft_ms.append(1e3 * (self._now() - start))
-            progress()
         for layer in range(self.runners["full"].num_layers):
             self._compare_history(0, layer, row, torch.arange(len(prompt), device=self.device))
         self._compare(0, -1, "next-token logits of the prompt", *logits.values())

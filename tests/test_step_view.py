@@ -74,7 +74,7 @@ def test_render():
     )
     assert StepView.render(event).split("\n") == [
         "step 3, layer 1, seq_len 41: 3 selected, 2 hits, 1 misses, 1 evicted, 128 bytes fetched",
-        "slot: position (+ hit, * fetched, in place of the position in brackets)",
+        "slot: position; + is a hit, * was fetched, (p) is the position it displaced",
         "0: 7+      1: 31      2: 12*(5)  4: 40+",
         "least recent slot first: 3 1 2 0",
         "norm of the attention output: 5.0000",

@@ -138,7 +138,8 @@ def test_timings_and_progress(tiny_decoder):
     calls = []
     prompts = [make_prompt(20), make_prompt(30)]
     list(lockstep.run(prompts, 5, progress=lambda: calls.append(1)))
-    assert len(calls) == 4  # two prompts, two caches
+    num_layers = lockstep.runners["full"].num_layers
+    assert len(calls) == 4 * num_layers  # two prompts, two caches
     for timings in lockstep.timings.values():
         assert len(timings.ttft_ms) == 2 and len(timings.step_ms) == 4
         assert timings.num_decode_tokens == 8
