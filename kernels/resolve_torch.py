@@ -3,8 +3,9 @@
 Same rule, same words and same results as `resolve.resolve_oracle`, whose header states the rule. It
 works on whole [R, K] and [R, B] tables, with sorts in place of a hash table, and never loops.
 
-Cost per call, beside the fetch: one sort of B and one of K entries per request, and a dozen passes
-over them. It deliberately does not move records: it says which ones to move.
+Cost per call, beside the fetch: two sorts of about B and one of K entries per request, and some
+forty small operations on tables of these sizes. It deliberately does not move records: it says
+which ones to move.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ The words used everywhere (nothing else is called by these names):
 
     position    a token's logical place in its request, 0-based
     record      the KV bytes of one position in one layer: K and V of all KV heads, side by side
-    slot        a record's place in the device cache of its request, 0..B
+    slot        a record's place in the GPU cache of its request, 0..B
     host row    a record's place in the host pool
+    request row a request's index in every per-request table (req_pool_indices)
 
     R   requests in the batch          T   new tokens of a prompt (prefill)
     L   layers                         S   seq_len: tokens so far, the newest included

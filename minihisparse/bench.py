@@ -35,18 +35,23 @@ def bench_decode(
             raise ValueError(f"{flag} {getattr(args, name)} is less than 1")
     ids = tokenizer.encode(Path(TEXT_MODULE.__file__).read_text(encoding="utf-8"))
     if len(ids) < args.input_len:
-        raise ValueError(f"--input-len {args.input_len}: the text has only {len(ids)} tokens")
+        raise ValueError(
+            f"--input-len {args.input_len} is more than the text has, {len(ids)} tokens; lower it"
+        )
     prompt = ids[: args.input_len]
+    num_tokens = args.input_len + args.output_len + WARM_UP_STEPS
     rounds: dict[str, Callable[[], list[float]]] = {}
     if args.compare == "transformers":
         rounds["transformers"] = _transformers_round(args, model, prompt)
     for mode in args.modes.split(","):
+        if mode not in ("full", "hisparse"):
+            raise ValueError(f"--modes: {mode!r} is not one of: full, hisparse")
         runner = make_runner(
             model,
             cache=mode,
             selector=args.selector,
             hisparse=args.hisparse,
-            max_model_len=args.input_len + args.output_len + WARM_UP_STEPS,
+            max_model_len=args.max_model_len or num_tokens,
             max_running_requests=args.batch_size,
         )
         rounds[mode] = _engine_round(args, runner, prompt)

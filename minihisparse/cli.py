@@ -79,10 +79,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_length_flag(sub, default=96)
 
     sub = command("generate", commands.generate, "complete prompts")
+    _add_cache_flag(sub)
+    sub.add_argument("--max-running-requests", type=int, help="most requests in a batch (8)")
     _add_prompt_flags(sub)
     _add_sampling_flags(sub)
 
     sub = command("chat", commands.chat, "talk to the model; one message per line")
+    _add_cache_flag(sub)
     sub.add_argument("--system", help="a system message to start with")
     _add_sampling_flags(sub)
 
@@ -103,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_length_flag(sub, default=64)
 
     sub = command("step", commands.step, "stop after each layer and look at the cache")
+    _add_cache_flag(sub)
     _add_prompt_flags(sub)
     _add_length_flag(sub, default=8)
 
@@ -124,20 +128,23 @@ def _add_engine_flags(parser: argparse.ArgumentParser, model_required: bool) -> 
     group.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16")
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--max-model-len", type=int, help="most tokens of a request")
-    group.add_argument("--max-running-requests", type=int, help="most requests in a batch")
     group.add_argument("--chat-template", help="a file, or the template itself")
     group.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
     group.add_argument("--output-json", metavar="FILE", help="write the JSON object there too")
 
     group = parser.add_argument_group("cache")
-    group.add_argument("--cache", choices=["hisparse", "full"], default="hisparse")
     group.add_argument("--selector", choices=["quest"], default="quest")
-    group.add_argument("--hisparse-config", metavar="JSON", help="the next five in one, as SGLang")
+    group.add_argument("--hisparse-config", metavar="JSON", help="the next five in one, as JSON")
     group.add_argument("--top-k", type=int, help="positions selected per step and layer (256)")
     group.add_argument("--device-buffer-size", type=int, help="slots per request and layer (2K)")
     group.add_argument("--cache-size-mb", type=float, help="instead: MiB per request")
     group.add_argument("--host-to-device-ratio", type=float, help="host pool over device slots")
     group.add_argument("--page-size", type=int, help="tokens per page (16)")
+
+
+def _add_cache_flag(parser: argparse.ArgumentParser) -> None:
+    help = "where KV lives: host pool and GPU cache, or all on the device"
+    parser.add_argument("--cache", choices=["hisparse", "full"], default="hisparse", help=help)
 
 
 def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:

@@ -38,7 +38,8 @@ QUESTION = "Explain in a few sentences what this Python module is for."
 def generate(args: argparse.Namespace, report: dict) -> int:
     """Completes prompts; a lone one is streamed, several are printed in their order."""
     prompts = _prompts(args)
-    llm = _llm(args, report, max_running_requests=min(8, len(prompts)))
+    rows = args.max_running_requests
+    llm = _llm(args, report, min(8, len(prompts)) if rows is None else rows)
     params = _sampling_params(args)
     if len(prompts) == 1:
         _stream(llm, llm.tokenizer.encode(prompts[0]), params, report)
@@ -174,8 +175,6 @@ def _load(args: argparse.Namespace, report: dict) -> tuple[Decoder, Tokenizer]:
 
 def _llm(args: argparse.Namespace, report: dict, max_running_requests: int) -> LLM:
     model, tokenizer = _load(args, report)
-    if args.max_running_requests is not None:
-        max_running_requests = args.max_running_requests
     return LLM(
         model,
         tokenizer=tokenizer,
@@ -295,9 +294,10 @@ def _report_run(report: dict, llm: LLM, num_tokens: Sequence[int]) -> None:
 
 
 def _report_lockstep(report: dict, lockstep: Lockstep, prompts: Sequence[Sequence[int]]) -> None:
-    report["exact"] = lockstep.exact
+    compared = bool(lockstep.tokens) or not lockstep.exact
     diff = lockstep.max_abs_diff
-    report["max_abs_diff"] = diff if math.isfinite(diff) else None  # JSON has no inf
+    report["exact"] = lockstep.exact if compared else None  # nothing compared: not exact either
+    report["max_abs_diff"] = diff if compared and math.isfinite(diff) else None  # JSON has no inf
     lengths = [len(p) + len(t) for p, t in zip(prompts, lockstep.tokens, strict=False)]
     timings, workspace = lockstep.timings["hisparse"], lockstep.workspaces["hisparse"]
     _report(report, lockstep.runners["hisparse"], timings, workspace, lengths)

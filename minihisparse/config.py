@@ -1,6 +1,7 @@
 """How HiSparse caches a model, and where the model runs. (What the model is: model_config.py.)
 
-Upstream names: the fields of HiSparseConfig are the keys of SGLang's `--hisparse-config`.
+Upstream names: top_k, device_buffer_size and host_to_device_ratio are keys of SGLang's
+`--hisparse-config`; its swap_in_block_size is a kernel's, and there is no such kernel here yet.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class HiSparseConfig:
             size = self.device_buffer_size
             if not _is_int(size) or size > MAX_DEVICE_BUFFER_SIZE:
                 raise ValueError(
-                    f"device_buffer_size={size!r} must be an integer of at most "
-                    f"{MAX_DEVICE_BUFFER_SIZE} (lru_slots is int16); lower --device-buffer-size "
-                    "or --top-k"
+                    f"device_buffer_size={size!r} must be an integer in "
+                    f"1..{MAX_DEVICE_BUFFER_SIZE} (lru_slots is int16); change "
+                    "--device-buffer-size, or lower --top-k"
                 )
             self._check_top_k_fits(size, "--device-buffer-size")
 
@@ -106,6 +107,11 @@ class HiSparseConfig:
         if not isinstance(values, dict):
             raise ValueError(f"--hisparse-config must be a JSON object; got {text!r}")
         unknown = sorted(set(values) - set(known))
+        if "swap_in_block_size" in unknown:
+            raise ValueError(
+                "--hisparse-config: swap_in_block_size is the block size of SGLang's kernel and "
+                "has no effect here; leave it out"
+            )
         if unknown:
             raise ValueError(f"--hisparse-config: unknown keys {unknown}; known are {known}")
         return cls(**values)

@@ -192,7 +192,7 @@ class HiSparseCache(KVCache):
         num_tokens = len(records)
         positions = torch.arange(num_tokens, device=self.device)
         requests = torch.full_like(positions, row)
-        self.host.write(layer, self.host.rows_of(requests, positions), records)
+        self.host.write(layer, self.host.host_rows_of(requests, positions), records)
         if num_tokens <= self.device_buffer_size:
             self.records[layer][row, :num_tokens] = records
             self.device_buffer_tokens[layer, row, :num_tokens] = positions.int()
@@ -206,7 +206,7 @@ class HiSparseCache(KVCache):
         rows, positions = batch.req_pool_indices, batch.positions
         slots = positions.clamp(max=self.device_buffer_size)
         self.records[layer][rows, slots] = records
-        self.host.write(layer, self.host.rows_of(rows, positions), records)
+        self.host.write(layer, self.host.host_rows_of(rows, positions), records)
 
         if batch.min_seq_len > self.device_buffer_size:
             return  # nobody grows any more: slot B is in no table
@@ -244,7 +244,7 @@ class HiSparseCache(KVCache):
         """Copies the missed records from the host pool into their slots."""
         missed = fetch.flatten().nonzero()[:, 0]  # indices into [R * K]
         requests = rows.index_select(0, missed // fetch.shape[1])
-        host_rows = self.host.rows_of(requests, positions.flatten().index_select(0, missed))
+        host_rows = self.host.host_rows_of(requests, positions.flatten().index_select(0, missed))
         flat_slots = requests * (self.device_buffer_size + 1)
         flat_slots += slots.flatten().index_select(0, missed)
         fetched = self.host.read(layer, host_rows)
@@ -258,7 +258,7 @@ class HiSparseCache(KVCache):
         debugging.
         """
         self.host.check_integrity()
-        check(set(self.host._pages) == self.rows, "request rows and owners of host pages differ")
+        check(self.host.owners == self.rows, "request rows and owners of host pages differ")
         ordered = self.lru_slots.long().sort(dim=-1).values
         check(bool((ordered == self._initial_order).all()), "lru_slots is not a permutation")
         for row in range(self.max_requests):
@@ -277,7 +277,7 @@ class HiSparseCache(KVCache):
                     len(tokens[slots].unique()) == len(slots), f"{where}: a position in two slots"
                 )
                 requests = torch.full_like(slots, row)
-                host_rows = self.host.rows_of(requests, tokens[slots])
+                host_rows = self.host.host_rows_of(requests, tokens[slots])
                 same = bits(self.records[layer][row, slots]) == bits(
                     self.host.read(layer, host_rows)
                 )

@@ -64,6 +64,11 @@ class HostPool:
         return self.records.nbytes // self.num_pages * (self.num_pages - len(self._free))
 
     @property
+    def owners(self) -> set[int]:
+        """The request rows that own pages."""
+        return set(self._pages)
+
+    @property
     def max_tokens_per_request(self) -> int:
         """What one request can have while no other has anything."""
         return min(self.num_pages, self.req_to_host_pool.shape[1]) * self.page_size
@@ -88,7 +93,10 @@ class HostPool:
             )
         if num_pages > self.req_to_host_pool.shape[1]:
             limit = self.req_to_host_pool.shape[1] * self.page_size
-            raise ValueError(f"{num_tokens} tokens are more than a request may have, {limit}")
+            raise ValueError(
+                f"{num_tokens} tokens are more than a request may have, {limit}; "
+                "raise --max-model-len"
+            )
         pages = [self._free.popleft() for _ in range(num_pages)]
         self._pages[request] = pages
         self.req_to_host_pool[request, :num_pages] = torch.tensor(pages, dtype=torch.int32)
@@ -100,7 +108,7 @@ class HostPool:
         self._free.extend(self._pages.pop(request))
         self.req_to_host_pool[request] = -1
 
-    def rows_of(self, requests: Tensor, positions: Tensor) -> Tensor:
+    def host_rows_of(self, requests: Tensor, positions: Tensor) -> Tensor:
         """Host rows, int64, of positions in the pages of the requests (shapes broadcast)."""
         positions = positions.long()
         pages = self.req_to_host_pool[requests, positions // self.page_size].long()
@@ -144,9 +152,10 @@ def check_host_memory(num_bytes: int) -> None:
 
 
 def free_host_bytes() -> int | None:
-    """Memory that this process may still take: the machine's or its cgroup's, whichever is less.
+    """Memory that this process may still take: the machine's, or its container's if that is less.
 
-    None where the platform does not tell.
+    A container's is read from cgroup v2; files that were read count as used there, but make room,
+    and so are not counted here. None where the platform does not tell.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -159,12 +168,13 @@ def free_host_bytes() -> int | None:
             return None
     cgroup = Path("/sys/fs/cgroup")
     try:
-        limit, used = (
-            (cgroup / name).read_text().strip() for name in ("memory.max", "memory.current")
-        )
-        return free if limit == "max" else min(free, int(limit) - int(used))
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        stat = (cgroup / "memory.stat").read_text().split()
     except OSError:
         return free
+    file_cache = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
+    return free if limit == "max" else min(free, int(limit) - used + file_cache)
 
 
 def pin_in_place(tensor: Tensor) -> None:

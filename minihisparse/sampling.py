@@ -70,7 +70,11 @@ class SamplingParams:
         t, p = self.temperature, self.top_p
         self._check("temperature", _is_real(t) and 0 <= t < math.inf, "a finite number >= 0")
         self._check("top_p", _is_real(p) and 0 < p <= 1, "a number in (0, 1]; 1 is off")
-        self._check("top_k", _is_int(self.top_k, -1), "an integer >= 1; -1 or 0 is off")
+        self._check(
+            "top_k",
+            _is_int(self.top_k, -1),
+            "an integer >= 1; -1 or 0 is off (the flag is --sampling-top-k)",
+        )
         self._check("seed", self.seed is None or _is_int(self.seed, 0), "an integer >= 0 or None")
         self._check("max_new_tokens", _is_int(self.max_new_tokens, 1), "an integer >= 1")
         self._check(
@@ -119,7 +123,7 @@ def _is_int(value, low: int) -> bool:
 def make_generator(params: SamplingParams, engine_seed: int, index: int) -> torch.Generator | None:
     """The CPU generator of one request; None for a greedy one.
 
-    index: the request's number within the engine; requests without a seed differ by it.
+    index: the request's place in its call; requests without a seed differ by it, calls do not.
     """
     if params.greedy:
         return None

@@ -153,7 +153,7 @@ class Lockstep:
         """The host pool's records of a request against those that FullCache holds on the device."""
         full = self.runners["full"].cache.records[layer][row, positions]
         host = self.runners["hisparse"].cache.host
-        host_rows = host.rows_of(torch.full_like(positions, row), positions)
+        host_rows = host.host_rows_of(torch.full_like(positions, row), positions)
         self._compare(step, layer, "a record in the host pool", full, host.read(layer, host_rows))
 
     def _compare(self, step: int, layer: int, what: str, full: Tensor, hisparse: Tensor) -> None:

@@ -136,11 +136,11 @@ def test_warm_up_is_not_counted(run, monkeypatch):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--input-len", "10000000"], "--input-len 10000000: the text has only"),
+        (["--input-len", "10000000"], "--input-len 10000000 is more than the text has"),
         # Within the text, but not within the model's 1024 positions.
         (["--input-len", "1024"], "1..1024"),
-        (["--modes", "full,half"], "--cache 'half' is not one of: hisparse, full"),
-        (["--modes", ""], "--cache '' is not one of"),
+        (["--modes", "full,half"], "--modes: 'half' is not one of: full, hisparse"),
+        (["--modes", ""], "--modes: '' is not one of"),
         (["--batch-size", "0"], "is less than 1"),
     ],
 )

@@ -70,7 +70,9 @@ def test_sizes_must_be_positive_numbers(name, value):
 
 @pytest.mark.parametrize("value", [0, -1, 512.0, True, "512"], ids=repr)
 def test_device_buffer_size_must_be_a_positive_integer(value):
-    with pytest.raises(ValueError, match=re.escape(f"device_buffer_size={value!r}")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"device_buffer_size={value!r} must be an integer in 1..")
+    ):
         HiSparseConfig(device_buffer_size=value)
 
 
@@ -97,8 +99,8 @@ def test_one_step_must_fit_into_the_slots(top_k, size):
 )
 def test_more_slots_than_int16_can_name(options, size):
     message = (
-        f"device_buffer_size={size} must be an integer of at most 32767 .*"
-        "lower --device-buffer-size or --top-k"
+        f"device_buffer_size={size} must be an integer in 1..32767 .*"
+        "change --device-buffer-size, or lower --top-k"
     )
     with pytest.raises(ValueError, match=message):
         HiSparseConfig(**options)

@@ -620,7 +620,7 @@ def corrupt_a_slot(rig: CacheRig) -> None:
 
 def corrupt_a_host_record(rig: CacheRig) -> None:
     position = rig.sparse.device_buffer_tokens[2, 0, 1]
-    row = rig.host.rows_of(torch.tensor([0]), position[None, None])[0, 0]
+    row = rig.host.host_rows_of(torch.tensor([0]), position[None, None])[0, 0]
     rig.host.records[2, row, 0] = torch.nan
 
 

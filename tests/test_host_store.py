@@ -36,7 +36,7 @@ def snapshot(pool: HostPool) -> tuple:
 
 
 def host_rows(pool: HostPool, request: int, positions: list[int]) -> torch.Tensor:
-    return pool.rows_of(torch.tensor([request]), torch.tensor([positions]))[0]
+    return pool.host_rows_of(torch.tensor([request]), torch.tensor([positions]))[0]
 
 
 # -- who owns which page ----------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_rows_of_follows_the_table():
     table = pool.req_to_host_pool.tolist()
     assert table[2] != sorted(table[2])
     positions = [[15, 0, 4, 7], [6, 6, 3, 1]]
-    rows = pool.rows_of(torch.tensor([[2], [0]]), torch.tensor(positions, dtype=torch.int32))
+    rows = pool.host_rows_of(torch.tensor([[2], [0]]), torch.tensor(positions, dtype=torch.int32))
     assert rows.dtype == torch.int64
     assert rows.tolist() == [
         [table[request][p // 4] * 4 + p % 4 for p in line]
@@ -153,7 +153,7 @@ def test_no_two_positions_share_a_row():
     pool = make_pool(page_size=3, num_pages=12)
     for request in range(3):
         pool.allocate(request, 12)
-    rows = pool.rows_of(torch.arange(3)[:, None], torch.arange(12).repeat(3, 1))
+    rows = pool.host_rows_of(torch.arange(3)[:, None], torch.arange(12).repeat(3, 1))
     assert sorted(rows.flatten().tolist()) == list(range(36))
 
 
@@ -286,16 +286,23 @@ MEMINFO = (
 )
 
 
+CGROUP = {"meminfo": MEMINFO, "memory.max": "5000\n", "memory.current": "3000\n"}
+
+
 @pytest.mark.parametrize(
     "files, expected",
     [
         ({"meminfo": MEMINFO}, 8192 * 1024),
-        ({"meminfo": MEMINFO, "memory.max": "max\n", "memory.current": "5\n"}, 8192 * 1024),
-        ({"meminfo": MEMINFO, "memory.max": "5000\n", "memory.current": "3000\n"}, 2000),
-        ({"meminfo": MEMINFO, "memory.max": f"{2**60}\n", "memory.current": "0\n"}, 8192 * 1024),
+        (
+            {"meminfo": MEMINFO, "memory.max": "max\n", "memory.current": "5\n", "memory.stat": ""},
+            8192 * 1024,
+        ),
+        (CGROUP | {"memory.stat": "anon 2500\n"}, 2000),
+        (CGROUP | {"memory.stat": "anon 5\nactive_file 70\ninactive_file 600\n"}, 2600),
+        (CGROUP | {"memory.max": f"{2**60}\n", "memory.stat": ""}, 8192 * 1024),
         ({"meminfo": MEMINFO, "memory.max": "5000\n"}, 8192 * 1024),
     ],
-    ids=["machine", "no limit", "limit", "limit above the machine", "half a cgroup"],
+    ids=["machine", "no limit", "limit", "file cache", "limit above the machine", "half a cgroup"],
 )
 def test_free_memory_is_the_machines_or_the_cgroups(monkeypatch, tmp_path, files, expected):
     """Whichever is less, from files as Linux writes them."""

@@ -125,7 +125,7 @@ class Pair:
             rows = torch.tensor([row], device=self.decoder.device)
             owned = len(self.host._pages[row]) * self.host.page_size
             positions = torch.arange(owned, device=self.decoder.device)
-            host_rows = self.host.rows_of(rows, positions[None])[0]
+            host_rows = self.host.host_rows_of(rows, positions[None])[0]
             for layer in range(self.full.num_layers):
                 host = self.host.read(layer, host_rows)
                 full = self.full.cache.records[layer][row]

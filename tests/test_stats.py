@@ -299,6 +299,24 @@ def test_device_kv_does_not_depend_on_the_context(tiny_decoder):
     assert 4 * full[0] == full[1]
 
 
+def test_device_kv_is_the_same_at_1000_and_at_8000_tokens(tiny_decoder):
+    """One LLM, two prompts: only what full KV would have taken differs."""
+    llm = LLM(
+        tiny_decoder(max_position_embeddings=8200),
+        hisparse=HiSparseConfig(top_k=K, device_buffer_size=B, page_size=PAGE),
+        max_running_requests=1,
+        use_tqdm=False,
+    )
+    reports = []
+    for length in (1000, 8000):
+        out = llm.generate([5, 6, 7, 8] * (length // 4), SamplingParams(max_new_tokens=4))
+        assert len(out["token_ids"]) == 4
+        reports.append(memory_report(llm.cache, llm.runner.selector, llm.workspace, [length + 4]))
+    for key in ("device_kv_bytes", "metadata_bytes", "selector_bytes", "host_pool_bytes"):
+        assert reports[0][key] == reports[1][key] > 0
+    assert reports[1]["full_kv_bytes"] - reports[0]["full_kv_bytes"] == 7000 * LAYERS * W * 4
+
+
 def test_running_allocates_nothing_that_stays(tiny_decoder):
     """Two requests of different lengths come and go: what was reported is still all there is."""
     llm = LLM(

@@ -6,6 +6,7 @@ from a copy of the prompt into a cache; requests of a batch that mix; rows and h
 taken when a run ends early.
 """
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -244,7 +245,7 @@ def logits_one_ulp(lockstep: Lockstep) -> None:
 def prompt_logits_one_ulp(lockstep: Lockstep) -> None:
     runner = lockstep.runners["hisparse"]
     right = runner.prefill
-    runner.prefill = lambda row, ids: one_ulp(right(row, ids), 7)
+    runner.prefill = lambda *args: one_ulp(right(*args), 7)
 
 
 FAULTS = [  # fault, step, layer, what, whether check_integrity sees it too
@@ -484,6 +485,17 @@ def test_real_model_is_exact(real_model, real_ids, lengths):
     cache = lockstep.runners["hisparse"].cache
     hits, misses, _ = cache.counters.sum(0).tolist()
     assert hits > 0 and (misses > 0) == (max(lengths) + 3 > 512)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_real_model_is_exact_after_6000_tokens(smollm2_dir):
+    """Far beyond B, on the source of a module of the standard library."""
+    ids = Tokenizer.from_folder(smollm2_dir).encode(Path(argparse.__file__).read_text("utf-8"))
+    model = Decoder.from_folder(smollm2_dir, dtype=torch.bfloat16, progress=False)
+    lockstep = make_lockstep(model, 1, HiSparseConfig(), max_model_len=6016)
+    assert_exact(lockstep, [ids[:6000]], new=8)
+    assert lockstep.runners["hisparse"].cache.counters.sum(0)[2] > 0  # evictions
 
 
 @pytest.mark.model

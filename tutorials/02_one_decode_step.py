@@ -479,7 +479,9 @@ def first_wrong_step(forgotten: int) -> int:
         if not torch.equal(logits, bad_logits):
             return position - forgotten
         if position == forgotten:
-            lost = bad.cache.host.rows_of(torch.tensor([bad_row]), torch.tensor([[position]]))[0]
+            lost = bad.cache.host.host_rows_of(torch.tensor([bad_row]), torch.tensor([[position]]))[
+                0
+            ]
             for layer in range(2):
                 bad.cache.host.write(layer, lost, torch.zeros(1, config.record_width).bfloat16())
     return -1  # never selected again
