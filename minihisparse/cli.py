@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report["error"] = " ".join(str(error).split())  # one line
         print(f"error: {report['error']}", file=sys.stderr)
         code = 1
+    for key in ("exact", "max_abs_diff"):  # null: this command, or this run, compared nothing
+        report.setdefault(key, None)
     line = json.dumps(report, allow_nan=False)
     print(line, flush=True)
     if args.output_json:

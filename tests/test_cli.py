@@ -46,6 +46,7 @@ MEMORY_KEYS = {
     "full_kv_bytes",
 }
 START_KEYS = {"command", "version", "torch", "device", "device_name", "dtype", "seed"}
+START_KEYS |= {"exact", "max_abs_diff"}  # null where nothing was compared
 TIME_KEYS = {"steps", "tokens_per_second", "ttft_ms", "tpot_ms_p50", "tpot_ms_p99"}
 
 
@@ -157,6 +158,7 @@ def test_generate_streams_one_prompt(run, reference):
     assert result.code == 0
     assert result.text == expected + "\n"
     assert_report(result)
+    assert result.report["exact"] is None and result.report["max_abs_diff"] is None
     assert result.report["command"] == "generate"
     assert result.report["steps"] == len(ids) - 1
     cache = result.report["cache"]
