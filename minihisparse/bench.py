@@ -51,7 +51,7 @@ def bench_decode(
             cache=mode,
             selector=args.selector,
             hisparse=args.hisparse,
-            max_model_len=args.max_model_len or num_tokens,
+            max_model_len=num_tokens if args.max_model_len is None else args.max_model_len,
             max_running_requests=args.batch_size,
         )
         rounds[mode] = _engine_round(args, runner, prompt)
