@@ -1,0 +1,295 @@
+"""Launches Resolve: the buffers that it needs beside a cache's own, and the checks before a launch.
+
+    resolver = Resolver(max_requests=8, top_k=256, device_buffer_size=512, ...)
+    slots = resolver.resolve(positions, ...)     # one layer, all requests of a batch; [R, K] int32
+
+Upstream names: swap_in_block_size (threads per block), top_k_device_locs (the answer).
+
+On tensors of a GPU the kernels run compiled, on tensors of a CPU simulated; any rung of the ladder
+(`resolve.py`) can be asked for. `resolve` allocates nothing and does not wait, unless checked, so a
+CUDA graph can hold it. The answer lies in a buffer that the next call overwrites.
+
+Cost: 12 bytes per request and selected position for the answer and the plan, for all layers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minihisparse.kernels.resolve import (
+    one_block_shared_bytes,
+    one_block_table_bits,
+    resolve_one_block,
+    resolve_one_thread,
+)
+from minihisparse.kernels.resolve_fused import fused_kernel
+
+RUNGS = ("one_thread", "one_block", "fused")
+NO_ERROR = 2**63 - 1
+MAX_POSITIONS_PER_THREAD = 64  # the fused kernel keeps a bit for each in an int64
+# One block reads the host at 22 GB/s (H200), so three of them fill a link of 50 GB/s (PCIe 5).
+# Where there are fewer requests, others help; more than eight in all were no faster.
+BLOCKS_THAT_FILL_A_LINK = 3
+HELPING_BLOCKS = 8
+
+
+class MissPlan(NamedTuple):
+    """What a call fetched: the first counts[r] entries of row r. All int32."""
+
+    host_rows: Tensor  # [R, K]
+    slots: Tensor  # [R, K]
+    counts: Tensor  # [R]
+
+
+class Resolver:
+    """Resolve for one cache."""
+
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        top_k: int,
+        device_buffer_size: int,
+        record_bytes: int,
+        req_to_host_pool: Tensor,
+        page_size: int,
+        rung: str = "fused",
+        swap_in_block_size: int | None = None,
+        blocks_per_request: int | None = None,
+        skip_io: bool = False,
+        record_plan: bool = False,
+        checked: bool = False,
+    ) -> None:
+        """Allocates the buffers on the device of `req_to_host_pool` [request rows, pages] int32.
+
+        max_requests: rows of the largest batch, padding included.
+        swap_in_block_size: threads per block, a multiple of 32 up to 1024; None: one per slot, at
+        most 1024. blocks_per_request: how many copy for a request; None: by the batch.
+        skip_io: decide everything, fetch nothing (the no-IO oracle: the records are not valid).
+        record_plan: leave `miss_plan` behind. checked: refuse positions out of range.
+        Raises ValueError for what the kernels cannot do; the message names the flag that helps.
+        """
+        if record_bytes % 4 or record_bytes < 4:
+            raise ValueError(f"records of {record_bytes} bytes: must be a multiple of 4 bytes")
+        if not 1 <= top_k <= device_buffer_size <= 32_767:
+            raise ValueError(
+                f"top_k={top_k}, device_buffer_size={device_buffer_size}: must be "
+                "1 <= top_k <= device_buffer_size <= 32767 (lru_slots is int16)"
+            )
+        if swap_in_block_size is None:
+            swap_in_block_size = min(-(-device_buffer_size // 32) * 32, 1024)
+        if swap_in_block_size not in range(32, 1025, 32):
+            raise ValueError(
+                f"swap_in_block_size={swap_in_block_size}: must be a multiple of 32 in 32..1024"
+            )
+        if top_k > MAX_POSITIONS_PER_THREAD * swap_in_block_size:
+            raise ValueError(
+                f"swap_in_block_size={swap_in_block_size}: a thread can have "
+                f"{MAX_POSITIONS_PER_THREAD} positions, so top_k={top_k} needs more threads"
+            )
+        if blocks_per_request is not None and blocks_per_request < 1:
+            raise ValueError(f"blocks_per_request={blocks_per_request} is less than 1")
+        if rung not in RUNGS:
+            raise ValueError(f"rung {rung!r} is not one of: {', '.join(RUNGS)}")
+        if rung != "fused" and (skip_io or record_plan or checked):
+            raise ValueError(f"rung {rung!r} has no skip_io, record_plan or checked; use 'fused'")
+        self.max_requests = max_requests
+        self.top_k = top_k
+        self.device_buffer_size = device_buffer_size
+        self.record_bytes = record_bytes
+        self.req_to_host_pool = req_to_host_pool
+        self.page_size = page_size
+        self.rung = rung
+        self.num_threads = swap_in_block_size
+        self.blocks_per_request = blocks_per_request
+        self.skip_io, self.record_plan, self.checked = skip_io, record_plan, checked
+        device, shape = req_to_host_pool.device, (max_requests, top_k)
+        self.top_k_device_locs = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self.miss_plan = MissPlan(
+            torch.zeros(shape, dtype=torch.int32, device=device),
+            torch.zeros(shape, dtype=torch.int32, device=device),
+            torch.zeros(max_requests, dtype=torch.int32, device=device),
+        )
+        self._error = torch.full((1,), NO_ERROR, dtype=torch.int64, device=device)
+        self._handover = torch.zeros(3 * max_requests, dtype=torch.int32, device=device)
+        scratch = {"one_thread": 2, "one_block": 1, "fused": 0}[rung] * device_buffer_size
+        self._scratch = torch.zeros(max_requests, scratch, dtype=torch.int32, device=device)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the buffers."""
+        buffers = (self.top_k_device_locs, *self.miss_plan, self._error, self._handover)
+        return sum(buffer.nbytes for buffer in (*buffers, self._scratch))
+
+    def resolve(
+        self,
+        positions: Tensor,
+        seq_lens: Tensor,
+        req_pool_indices: Tensor,
+        num_real_reqs: Tensor,
+        *,
+        device_buffer_tokens: Tensor,
+        lru_slots: Tensor,
+        host_records: Tensor,
+        records: Tensor,
+        counters: Tensor,
+        num_slots: int | None = None,
+    ) -> Tensor:
+        """Makes the records of R requests' positions resident in one layer; their slots.
+
+        positions [R, K] int32, seq_lens [R] int32, req_pool_indices [R] int64, num_real_reqs [1]
+        int32: the batch. device_buffer_tokens [max_requests, >= B] int32, lru_slots likewise int16,
+        records [max_requests, B + 1, W]: the layer's cache, changed. host_records [host rows, W]:
+        the layer's host pool, pinned. counters [3] int64: hits, misses, evictions are added (by
+        the fused rung). num_slots: B of this layer, where it is less than device_buffer_size.
+        Returns top_k_device_locs [R, K] int32, -1 for padding; overwritten by the next call.
+        Raises TypeError or ValueError before the launch; in checked mode ValueError for a position
+        out of range: then no state has changed.
+        """
+        num_slots = self.device_buffer_size if num_slots is None else num_slots
+        num_requests = len(positions)
+        self._check_shapes(
+            positions,
+            seq_lens,
+            req_pool_indices,
+            num_real_reqs,
+            device_buffer_tokens,
+            lru_slots,
+            host_records,
+            records,
+            counters,
+            num_slots,
+        )
+        answer = self.top_k_device_locs[:num_requests]
+        if not num_requests:
+            return answer
+        common = (
+            positions,
+            seq_lens,
+            req_pool_indices,
+            num_real_reqs,
+            device_buffer_tokens,
+            lru_slots,
+            num_slots,
+            self.req_to_host_pool,
+            self.page_size,
+            host_records,
+            records,
+            self.record_bytes,
+            answer,
+        )
+        if self.rung == "one_thread":
+            blocks = -(-num_requests // 32)
+            resolve_one_thread.launch(blocks, 32, *common, self._scratch)
+        elif self.rung == "one_block":
+            bits = one_block_table_bits(self.top_k)
+            shared_bytes = one_block_shared_bytes(self.top_k, num_slots, self.num_threads)
+            resolve_one_block.launch(
+                num_requests,
+                self.num_threads,
+                *common,
+                self._scratch,
+                bits,
+                shared_bytes=shared_bytes,
+            )
+        else:
+            blocks = self._blocks_per_request(num_requests)
+            aligned = (host_records.data_ptr() | records.data_ptr() | self.record_bytes) % 16 == 0
+            fused = fused_kernel(
+                num_threads=self.num_threads,
+                top_k=self.top_k,
+                num_slots=self.device_buffer_size,
+                record_bytes_are_16s=aligned,
+                several_blocks=blocks > 1,
+                skip_io=self.skip_io,
+                record_plan=self.record_plan,
+                checked=self.checked,
+            )
+            fused.kernel.launch(
+                num_requests * blocks,
+                self.num_threads,
+                *common,
+                *self.miss_plan,
+                counters,
+                self._error,
+                self._handover,
+                blocks,
+                shared_bytes=fused.shared_bytes,
+            )
+        if self.checked:
+            self._raise_error(positions, seq_lens)
+        return answer
+
+    def _blocks_per_request(self, num_requests: int) -> int:
+        if self.skip_io:
+            return 1
+        if self.blocks_per_request is not None:
+            return self.blocks_per_request
+        fills_link = num_requests >= BLOCKS_THAT_FILL_A_LINK
+        return 1 if fills_link else HELPING_BLOCKS // num_requests
+
+    def _check_shapes(
+        self,
+        positions,
+        seq_lens,
+        req_pool_indices,
+        num_real_reqs,
+        device_buffer_tokens,
+        lru_slots,
+        host_records,
+        records,
+        counters,
+        num_slots,
+    ) -> None:
+        num_requests = len(positions)
+        if num_requests > self.max_requests:
+            raise ValueError(
+                f"positions has {num_requests} rows, more than max_requests={self.max_requests}"
+            )
+        if not self.top_k <= num_slots <= self.device_buffer_size:
+            raise ValueError(
+                f"num_slots={num_slots} is not in {self.top_k}..{self.device_buffer_size}, "
+                "from top_k to device_buffer_size"
+            )
+        width = device_buffer_tokens.shape[-1]
+        expected = {
+            "positions": (positions, (num_requests, self.top_k)),
+            "seq_lens": (seq_lens, (num_requests,)),
+            "req_pool_indices": (req_pool_indices, (num_requests,)),
+            "num_real_reqs": (num_real_reqs, (1,)),
+            "device_buffer_tokens": (
+                device_buffer_tokens,
+                (len(self.req_to_host_pool), max(width, num_slots)),
+            ),
+            "lru_slots": (lru_slots, (len(self.req_to_host_pool), width)),
+            "counters": (counters, (3,)),
+            "records": (records, (len(self.req_to_host_pool), num_slots + 1, records.shape[-1])),
+            "host_records": (host_records, (len(host_records), records.shape[-1])),
+        }
+        for name, (tensor, shape) in expected.items():
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} is {tuple(tensor.shape)}, expected {shape}")
+        for name, tensor in (("records", records), ("host_records", host_records)):
+            width_bytes = tensor.shape[-1] * tensor.element_size()
+            if width_bytes != self.record_bytes:
+                raise ValueError(
+                    f"{name}: {width_bytes} bytes per record, expected {self.record_bytes}"
+                )
+            if tensor.data_ptr() % 4:
+                raise ValueError(
+                    f"{name} starts at address {tensor.data_ptr():#x}, no multiple of 4 bytes"
+                )
+
+    def _raise_error(self, positions: Tensor, seq_lens: Tensor) -> None:
+        entry = int(self._error)
+        if entry == NO_ERROR:
+            return
+        self._error.fill_(NO_ERROR)
+        request, index = divmod(entry, self.top_k)
+        raise ValueError(
+            f"row {request}: position {int(positions[request, index])} is out of range: "
+            f"seq_len is {int(seq_lens[request])}"
+        )
