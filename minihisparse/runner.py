@@ -198,4 +198,5 @@ def _hisparse_cache(
         device_buffer_size=size,
         device=model.device,
         checked=checked,
+        swap_in_block_size=hisparse.swap_in_block_size,
     )

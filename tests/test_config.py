@@ -48,6 +48,18 @@ def test_values_at_their_limits(options):
     assert {name: getattr(config, name) for name in options} == options
 
 
+@pytest.mark.parametrize("value", [32, 96, 1024, None])
+def test_swap_in_block_size(value):
+    assert HiSparseConfig(swap_in_block_size=value).swap_in_block_size == value
+
+
+@pytest.mark.parametrize("value", [0, 16, 33, 1056, 2048, -32, 64.0, True, "64"], ids=repr)
+def test_swap_in_block_size_must_be_whole_warps(value):
+    expected = f"swap_in_block_size: got {value!r}, expected a multiple of 32 in 32..1024"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        HiSparseConfig(swap_in_block_size=value)
+
+
 NOT_POSITIVE_INTEGERS = [0, -1, 1.5, 16.0, True, "16", None]
 NOT_POSITIVE_NUMBERS = [0, -1.0, True, "3", float("inf"), float("nan")]
 

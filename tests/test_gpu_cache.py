@@ -22,7 +22,20 @@ from minihisparse.host_store import HostPool
 from minihisparse.kernels.resolve import resolve_oracle
 
 CPU = torch.device("cpu")
+DEVICE = CPU  # of the caches; `backend` changes it
 GARBAGE = 123456  # what padded rows ask for
+
+
+@pytest.fixture(
+    params=["torch", "simulated", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True
+)
+def backend(request, monkeypatch) -> str:
+    """Who resolves: torch operations on a CPU, the kernel simulated there, or on a GPU."""
+    if request.param == "simulated":
+        monkeypatch.setattr(HiSparseCache, "resolve", HiSparseCache._resolve_fused)
+    if request.param == "cuda":
+        monkeypatch.setitem(globals(), "DEVICE", torch.device("cuda", 0))
+    return request.param
 
 
 @dataclass
@@ -62,7 +75,7 @@ class CacheRig:
             max_requests=max_requests,
             max_pages_per_request=max_pages,
             dtype=torch.float32,
-            device=CPU,
+            device=DEVICE,
         )
         self.rng.shuffle(self.host._free)
         self.host.records.fill_(torch.nan)
@@ -71,7 +84,7 @@ class CacheRig:
             host=self.host,
             max_requests=max_requests,
             device_buffer_size=device_buffer_size,
-            device=CPU,
+            device=DEVICE,
             checked=checked,
         )
         self.full = FullCache(
@@ -80,7 +93,7 @@ class CacheRig:
             max_requests=max_requests,
             max_model_len=max_model_len,
             dtype=torch.float32,
-            device=CPU,
+            device=DEVICE,
             checked=checked,
         )
         for records in [*self.sparse.records, *self.full.records]:
@@ -122,7 +135,7 @@ class CacheRig:
         for layer in range(self.num_layers):
             records = self.record(layer, torch.tensor(uid), positions)
             for cache in self.caches:
-                cache.write_prompt(layer, row, records)
+                cache.write_prompt(layer, row, records.to(DEVICE))
             for position in range(prompt_len):
                 self._expect_in_host(layer, row, position, records[position])
                 if prompt_len <= self.num_slots:
@@ -147,7 +160,7 @@ class CacheRig:
             self.requests[row].decoded = True
         lengths = [self.requests[row].length for row in rows]
         uids = torch.tensor([self.requests[row].uid for row in rows], dtype=torch.int64)
-        batch = Batch.make(rows, lengths, CPU, padding)
+        batch = Batch.make(rows, lengths, DEVICE, padding)
         if padding_repeats:
             batch.req_pool_indices[len(rows) :] = rows[-1]
             batch.seq_lens[len(rows) :] = lengths[-1]
@@ -165,12 +178,11 @@ class CacheRig:
 
             answers = []
             for cache in self.caches:
-                asked, written = table.clone(), records.clone()
+                asked, written = (x.clone().to(DEVICE) for x in (table, records))
                 cache.write_through(layer, written, batch)
-                answers.append(cache.resolve(layer, asked, batch))
-                assert torch.equal(asked, table) and torch.equal(
-                    written[: len(rows)], records[: len(rows)]
-                )
+                answers.append(cache.resolve(layer, asked, batch).cpu())
+                assert torch.equal(asked.cpu(), table)
+                assert torch.equal(written[: len(rows)].cpu(), records[: len(rows)])
             of_full, of_sparse = answers
             expected = torch.full(table.shape, -1)
             for index, row in enumerate(rows):
@@ -185,7 +197,7 @@ class CacheRig:
             real, used = slice(len(rows)), (expected >= 0)[: len(rows)]
             right = self.record(layer, uids[:, None], positions[real])[used]
             for cache, slots in zip(self.caches, answers, strict=True):
-                found = cache.records[layer][batch.req_pool_indices[real, None], slots[real]]
+                found = cache.records[layer].cpu()[torch.tensor(rows)[:, None].long(), slots[real]]
                 assert_same_bits(found[used], right, f"layer {layer}, records at the slots")
         self.check()
         return of_sparse[: len(rows)].tolist()
@@ -236,8 +248,8 @@ class CacheRig:
         self.full.check_integrity()
         tokens = torch.tensor(self.tokens, dtype=torch.int32)
         lru_slots = torch.tensor(self.lru, dtype=torch.int16)
-        assert_same_bits(self.sparse.device_buffer_tokens, tokens, "device_buffer_tokens")
-        assert_same_bits(self.sparse.lru_slots, lru_slots, "lru_slots")
+        assert_same_bits(self.sparse.device_buffer_tokens.cpu(), tokens, "device_buffer_tokens")
+        assert_same_bits(self.sparse.lru_slots.cpu(), lru_slots, "lru_slots")
         assert_same_bits(self.host.records, self.expected_host, "the host pool")
         assert self.sparse.counters.tolist() == self.counts
         assert self.full.counters.tolist() == [[n, 0, 0] for n in self.num_answers]
@@ -375,12 +387,13 @@ def test_an_abort_between_layers():
     """Layer 0 has taken its step, the others have not: the row is clean for the next request."""
     rig = CacheRig()
     row, other = rig.admit(10), rig.admit(10)
-    batch = Batch.make([row], [11], CPU)
-    rig.sparse.write_through(0, torch.full((1, 4), 7.0), batch)
-    rig.sparse.resolve(0, torch.tensor([[0, 5, 10]], dtype=torch.int32), batch)
+    batch = Batch.make([row], [11], DEVICE)
+    rig.sparse.write_through(0, torch.full((1, 4), 7.0, device=DEVICE), batch)
+    positions = torch.tensor([[0, 5, 10]], dtype=torch.int32, device=DEVICE)
+    rig.sparse.resolve(0, positions, batch)
     rig.counts[0] = [1, 2, 0]
     rig.num_answers[0] = 3
-    rig.full.resolve(0, torch.tensor([[0, 5, 10]], dtype=torch.int32), batch)
+    rig.full.resolve(0, positions, batch)
     rig.release(row)
     assert rig.admit(10) == row
     rig.decode([other, row], [[0, 5, 10], [0, 5, 10]])
@@ -426,7 +439,7 @@ def test_rows_in_any_order():
 
 def test_positions_of_padded_rows_can_be_looked_up():
     """In RoPE's table, say: 0 and not -1."""
-    batch = Batch.make([3, 1], [7, 1], CPU, padding=2)
+    batch = Batch.make([3, 1], [7, 1], DEVICE, padding=2)
     assert batch.req_pool_indices.tolist() == [3, 1, 0, 0]
     assert batch.seq_lens.tolist() == [7, 1, 0, 0]
     assert batch.positions.tolist() == [6, 0, 0, 0]
@@ -459,11 +472,11 @@ def test_checked_mode_names_row_and_position(padding):
     """In both caches, for real rows only; nothing has changed afterwards."""
     rig = CacheRig(checked=True)
     rows = [rig.admit(9), rig.admit(3)]
-    batch = Batch.make(rows, [9, 3], CPU, padding)
+    batch = Batch.make(rows, [9, 3], DEVICE, padding)
     table = torch.tensor([[0, 8, -1], [0, 3, 1]] + [[GARBAGE] * 3] * padding, dtype=torch.int32)
     for cache in rig.caches:
         with pytest.raises(ValueError, match=r"^row 1: position 3 is out of range: seq_len is 3$"):
-            cache.resolve(2, table, batch)
+            cache.resolve(2, table.to(DEVICE), batch)
     rig.check()
 
 
@@ -486,8 +499,9 @@ def test_unchecked_out_of_range_is_padding():
     ],
     ids=["K=3 B=4", "K=3 B=3", "K=2 B=6"],
 )
-def test_random_walk(options):
+def test_random_walk(options, backend):
     """Vector 14: 10,000 events in all; each ends in `CacheRig.check`."""
+    num_events = {"torch": 3334, "simulated": 100, "cuda": 500}[backend]
     rig = CacheRig(
         num_layers=2,
         record_width=2,
@@ -499,7 +513,7 @@ def test_random_walk(options):
     )
     rng = rig.rng
     events = dict.fromkeys(("admit", "refuse", "release", "decode"), 0)
-    for _ in range(3334):
+    for _ in range(num_events):
         active = [row for row, request in rig.requests.items() if request.length < request.room]
         kind = rng.random()
         if kind < 0.04 or not rig.requests:
@@ -521,8 +535,8 @@ def test_random_walk(options):
                 padding=rng.choice([0, 0, 0, 1, 2]),
             )
             events["decode"] += 1
-    assert min(events.values()) >= 20, events  # nothing was left out
-    assert min(map(min, rig.counts)) >= 500, rig.counts
+    assert min(events.values()) >= num_events // 150, events  # nothing was left out
+    assert min(map(min, rig.counts)) >= num_events // 7, rig.counts
 
 
 # -- what the caches promise ------------------------------------------------------------------
@@ -546,33 +560,33 @@ def test_both_caches_give_the_same_bits(dtype):
         max_requests=1,
         max_pages_per_request=8,
         dtype=dtype,
-        device=CPU,
+        device=DEVICE,
     )
     random.Random(0).shuffle(host._free)
-    sparse = HiSparseCache(host=host, max_requests=1, device_buffer_size=6, device=CPU)
+    sparse = HiSparseCache(host=host, max_requests=1, device_buffer_size=6, device=DEVICE)
     full = FullCache(
         num_layers=2,
         record_width=width,
         max_requests=1,
         max_model_len=num_tokens,
         dtype=dtype,
-        device=CPU,
+        device=DEVICE,
     )
     history = random_records(2, num_tokens)
     assert history.isnan().any()
     for cache in (sparse, full):
         assert cache.admit(num_tokens) == 0
         for layer in range(2):
-            cache.write_prompt(layer, 0, history[layer, :prompt_len])
+            cache.write_prompt(layer, 0, history[layer, :prompt_len].to(DEVICE))
     for seq_len in range(prompt_len + 1, num_tokens + 1):
-        batch = Batch.make([0], [seq_len], CPU)
+        batch = Batch.make([0], [seq_len], DEVICE)
         positions = torch.randperm(seq_len, generator=generator)[:5].sort().values[None].int()
         for layer in range(2):
             gathered = []
             for cache in (full, sparse):
-                cache.write_through(layer, history[layer, seq_len - 1 : seq_len], batch)
-                slots = cache.resolve(layer, positions, batch)
-                gathered.append(cache.records[layer][0, slots[0]])
+                cache.write_through(layer, history[layer, seq_len - 1 : seq_len].to(DEVICE), batch)
+                slots = cache.resolve(layer, positions.to(DEVICE), batch)
+                gathered.append(cache.records[layer][0, slots[0]].cpu())
             assert_same_bits(gathered[1], gathered[0], f"layer {layer}, S = {seq_len}")
             assert_same_bits(gathered[0], history[layer, positions[0].long()])
     sparse.check_integrity()
@@ -591,21 +605,22 @@ def test_device_bytes_do_not_depend_on_length(dtype):
             max_requests=2,
             max_pages_per_request=max_model_len // 8,
             dtype=dtype,
-            device=CPU,
+            device=DEVICE,
         )
-        sparse = HiSparseCache(host=host, max_requests=2, device_buffer_size=16, device=CPU)
+        sparse = HiSparseCache(host=host, max_requests=2, device_buffer_size=16, device=DEVICE)
         full = FullCache(
             num_layers=3,
             record_width=10,
             max_requests=2,
             max_model_len=max_model_len,
             dtype=dtype,
-            device=CPU,
+            device=DEVICE,
         )
         assert sparse.metadata_bytes == 3 * 2 * 16 * 6 + 2 * max_model_len // 8 * 4
         assert full.device_kv_bytes == 3 * 2 * max_model_len * 10 * dtype.itemsize
         before = sparse.device_kv_bytes
-        sparse.write_prompt(0, sparse.admit(max_model_len), torch.ones(max_model_len, 10).to(dtype))
+        prompt = torch.ones(max_model_len, 10, dtype=dtype, device=DEVICE)
+        sparse.write_prompt(0, sparse.admit(max_model_len), prompt)
         assert sparse.device_kv_bytes == before
         sizes.append(before)
     assert sizes == [3 * 2 * 17 * 10 * dtype.itemsize] * 2
@@ -620,8 +635,9 @@ def corrupt_a_slot(rig: CacheRig) -> None:
 
 def corrupt_a_host_record(rig: CacheRig) -> None:
     position = rig.sparse.device_buffer_tokens[2, 0, 1]
-    row = rig.host.host_rows_of(torch.tensor([0]), position[None, None])[0, 0]
-    rig.host.records[2, row, 0] = torch.nan
+    request = torch.tensor([0], device=DEVICE)
+    row = rig.host.host_rows_of(request, position[None, None])[0, 0]
+    rig.host.records[2, int(row), 0] = torch.nan
 
 
 def swap_two_slots(rig: CacheRig) -> None:

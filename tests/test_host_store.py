@@ -39,6 +39,16 @@ def host_rows(pool: HostPool, request: int, positions: list[int]) -> torch.Tenso
     return pool.host_rows_of(torch.tensor([request]), torch.tensor([positions]))[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_pages", [1, 6, 257])
+def test_records_start_at_a_page(dtype, num_pages):
+    """A bus line of 128 bytes must not hold the end of one record and the start of the next."""
+    pool = make_pool(dtype=dtype, num_pages=num_pages)
+    assert pool.records.data_ptr() % 4096 == 0
+    assert pool.records.shape == (3, num_pages * 4, 5) and pool.records.is_contiguous()
+    assert pool.records.dtype == dtype
+
+
 # -- who owns which page ----------------------------------------------------------------------
 
 
