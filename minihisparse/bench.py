@@ -1,4 +1,4 @@
-"""Benchmarks. `bench decode`: the time of a decode step, per cache, beside transformers.
+"""`bench decode`: the time of a decode step, per cache, beside transformers.
 
 Every engine decodes the same context with the same weights in the same process. The engines take
 turns, round by round, so that a slow minute of the machine hits all of them; the median over all
@@ -29,10 +29,7 @@ def bench_decode(
     args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, report: dict
 ) -> None:
     """Prints a table and fills `report["rows"]`: {mode ms_per_step_p50 ms_per_step_min steps}."""
-    for name in ("input_len", "output_len", "num_iters", "batch_size"):
-        if getattr(args, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {getattr(args, name)} is less than 1")
+    check_counts(args, "input_len", "output_len", "num_iters", "batch_size")
     ids = tokenizer.encode(Path(TEXT_MODULE.__file__).read_text(encoding="utf-8"))
     if len(ids) < args.input_len:
         raise ValueError(
@@ -76,6 +73,14 @@ def bench_decode(
     print(f"{'mode':<14}{'ms/step, median':>18}{'fastest':>10}")
     for row in report["rows"]:
         print(f"{row['mode']:<14}{row['ms_per_step_p50']:>18.2f}{row['ms_per_step_min']:>10.2f}")
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    """Raises ValueError, with flag and value, if one of these arguments is less than 1."""
+    for name in names:
+        if getattr(args, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {getattr(args, name)} is less than 1")
 
 
 def _engine_round(

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from minihisparse import __version__, commands
@@ -25,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     report: dict = {"command": args.command, "version": __version__}
     try:
-        args.hisparse = hisparse_config(args)
+        if hasattr(args, "hisparse_config"):  # `bench resolve` has no cache to configure
+            args.hisparse = hisparse_config(args)
         code = args.run(args, report)
     except KeyboardInterrupt:
         report["interrupted"] = True
@@ -67,8 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run, help: str) -> argparse.ArgumentParser:
-        sub = subparsers.add_parser(name, help=help, description=help, allow_abbrev=False)
+    def command(name: str, run, help: str, of=subparsers) -> argparse.ArgumentParser:
+        sub = of.add_parser(name, help=help, description=help, allow_abbrev=False)
         sub.set_defaults(run=run)
         _add_engine_flags(sub, model_required=name != "demo")
         return sub
@@ -112,36 +114,52 @@ def build_parser() -> argparse.ArgumentParser:
     _add_prompt_flags(sub)
     _add_length_flag(sub, default=8)
 
-    sub = command("bench", commands.bench, "measure: `bench decode` times decode steps")
-    sub.add_argument("what", choices=["decode"])
+    help = "measure: `bench decode`, `bench resolve`"
+    bench = subparsers.add_parser("bench", help=help, description=help, allow_abbrev=False)
+    benches = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
+
+    sub = command("decode", commands.bench_decode, "time decode steps, both ways", of=benches)
     sub.add_argument("--modes", default="full,hisparse", help="caches to time, comma-separated")
     sub.add_argument("--compare", choices=["transformers"], help="time this engine too")
     sub.add_argument("--input-len", type=int, default=1024, help="prompt tokens")
     sub.add_argument("--output-len", type=int, default=64, help="decode steps per round")
     sub.add_argument("--batch-size", type=int, default=1)
     sub.add_argument("--num-iters", type=int, default=3, help="rounds; the modes take turns")
+
+    help = "time Resolve on a GPU, with and without IO, beside the limit of the link; no model"
+    sub = benches.add_parser("resolve", help=help, description=help, allow_abbrev=False)
+    sub.set_defaults(run=commands.bench_resolve)
+    _add_process_flags(sub)
+    _add_resolve_flags(sub)
     return parser
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser, model_required: bool) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--model", required=model_required, help="a Hugging Face model folder")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16")
-    group.add_argument("--seed", type=int, default=0)
     group.add_argument("--max-model-len", type=int, help="most tokens of a request")
     group.add_argument("--chat-template", help="a file, or the template itself")
-    group.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
-    group.add_argument("--output-json", metavar="FILE", help="write the JSON object there too")
+    _add_process_flags(group)
 
     group = parser.add_argument_group("cache")
     group.add_argument("--selector", choices=["quest"], default="quest")
-    group.add_argument("--hisparse-config", metavar="JSON", help="the next five in one, as JSON")
+    group.add_argument("--hisparse-config", metavar="JSON", help="the next six in one, as JSON")
     group.add_argument("--top-k", type=int, help="positions selected per step and layer (256)")
     group.add_argument("--device-buffer-size", type=int, help="slots per request and layer (2K)")
     group.add_argument("--cache-size-mb", type=float, help="instead: MiB per request")
     group.add_argument("--host-to-device-ratio", type=float, help="host pool over device slots")
     group.add_argument("--page-size", type=int, help="tokens per page (16)")
+    group.add_argument(
+        "--swap-in-block-size", type=int, help="threads per block of the Resolve kernel (by B)"
+    )
+
+
+def _add_process_flags(group) -> None:
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
+    group.add_argument("--output-json", metavar="FILE", help="write the JSON object there too")
 
 
 def _add_cache_flag(parser: argparse.ArgumentParser) -> None:
@@ -170,12 +188,52 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true")
 
 
-def _counts(text: str) -> list[int]:
+def _add_resolve_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("points", "lists; all combinations are measured")
+    numbers = {"type": _counts, "metavar": "N[,N...]"}
+    group.add_argument("--batch-sizes", **numbers, help="requests (1,4,16,64)")
+    missed = numbers | {"type": partial(_counts, least=0)}
+    group.add_argument("--misses", **missed, help="per request (0,64,256,1024)")
+    group.add_argument(
+        "--points",
+        type=_points,
+        metavar="R:M[,R:M...]",
+        help="instead of the two before: pairs of batch and misses, like 1:0,128:1024",
+    )
+    group.add_argument("--record-bytes", **numbers, default=[1152], help="(1152)")
+    group.add_argument("--top-k", **numbers, default=[2048], help="positions selected, K (2048)")
+    group.add_argument("--device-buffer-size", **numbers, default=[4096], help="slots, B (4096)")
+
+    group = parser.add_argument_group("kernel")
+    group.add_argument("--rungs", default="fused", help="one_thread, one_block, fused; a list")
+    group.add_argument("--swap-in-block-size", type=int, help="threads per block (by B)")
+    group.add_argument("--blocks-per-request", type=int, help="that copy; default: by the batch")
+    parser.add_argument("--num-iters", type=int, default=20, help="pairs of replays per point")
+    parser.add_argument("--plot", metavar="DIR", help="figures, and their data as JSON, go there")
+
+
+def _counts(text: str, least: int = 1) -> list[int]:
     """ "100,511" -> [100, 511]."""
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of lengths like 100,511")
+    if not counts or min(counts) < least:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of numbers like 100,511, each at least {least}"
+        )
     return counts
+
+
+def _points(text: str) -> list[tuple[int, int]]:
+    """ "1:0,128:1024" -> [(1, 0), (128, 1024)]."""
+    try:
+        pairs = [pair.split(":") for pair in text.split(",")]
+        points = [(int(batch), int(misses)) for batch, misses in pairs]
+    except ValueError:
+        points = []
+    if not points or any(batch < 1 or misses < 0 for batch, misses in points):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of BATCH:MISSES like 1:0,128:1024, batches at least 1"
+        )
+    return points

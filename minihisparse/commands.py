@@ -155,12 +155,20 @@ def demo(args: argparse.Namespace, report: dict) -> int:
     return 0 if lockstep.exact else 1
 
 
-def bench(args: argparse.Namespace, report: dict) -> int:
+def bench_decode(args: argparse.Namespace, report: dict) -> int:
     """Times decode steps; see bench.py."""
-    from minihisparse.bench import bench_decode
+    from minihisparse import bench
 
     model, tokenizer = _load(args, report)
-    bench_decode(args, model, tokenizer, report)
+    bench.bench_decode(args, model, tokenizer, report)
+    return 0
+
+
+def bench_resolve(args: argparse.Namespace, report: dict) -> int:
+    """Times Resolve alone, without a model; see bench_resolve.py."""
+    from minihisparse import bench_resolve  # needs Numba, which the other commands may do without
+
+    bench_resolve.bench_resolve(args, report)
     return 0
 
 

@@ -98,6 +98,55 @@ def plot_overlap(data: Mapping[str, Any]) -> Figure:
     return figure
 
 
+def plot_resolve(data: Mapping[str, Any]) -> Figure:
+    """Time of a Resolve call, split into bookkeeping and IO, over B/K (left) and batch (right).
+
+    data: "config": str; "by_ratio" and "by_batch": rows of `bench resolve` in the order in which
+    they are drawn, each {batch top_k device_buffer_size us us_no_io limit_us} and more; those of
+    by_ratio have one batch, those of by_batch one B. Raises ValueError if there are none.
+    """
+    by_ratio, by_batch = data["by_ratio"], data["by_batch"]
+    if not by_ratio or not by_batch:
+        raise ValueError(
+            f"got {len(by_ratio)} rows over B/K and {len(by_batch)} over batch, "
+            "expected some of both"
+        )
+    figure = new_figure(10, 4.3)
+    left, right = figure.subplots(1, 2)
+    ratios = [f"{row['device_buffer_size'] / row['top_k']:g}" for row in by_ratio]
+    _stack(left, by_ratio, ratios)
+    left.set(xlabel="B / K", title=f"batch {by_ratio[0]['batch']}")
+    _stack(right, by_batch, [str(row["batch"]) for row in by_batch])
+    size = by_batch[0]["device_buffer_size"]
+    right.set(xlabel="batch (requests)", title=f"B = {size} = {size / by_batch[0]['top_k']:g} K")
+    handles = left.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(f"Resolve, one layer, whole batch\n{data['config']}")
+    return figure
+
+
+def _stack(axes, rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:
+    """A bar per row: bookkeeping below, IO on top, the whole as a number, the limit dashed."""
+    places = range(len(rows))
+    whole = [row["us"] for row in rows]
+    bookkeeping = [min(row["us_no_io"], row["us"]) for row in rows]  # more is noise
+    io = [us - part for us, part in zip(whole, bookkeeping, strict=True)]
+    axes.bar(
+        places, bookkeeping, width=0.7, color=COLOURS[2], label="bookkeeping (call without IO)"
+    )
+    top = axes.bar(
+        places, io, bottom=bookkeeping, width=0.7, color=COLOURS[1], label="IO, the rest"
+    )
+    axes.bar_label(top, [f"{us:.0f}" for us in whole])
+    for place, row in zip(places, rows, strict=True):
+        label = "limit: these bytes by memcpy" if place == 0 else None
+        ends = (place - 0.45, place + 0.45)
+        axes.plot(ends, [row["limit_us"]] * 2, color="black", linestyle="--", label=label)
+    axes.set_xticks(places, labels)
+    axes.set(ylabel="microseconds per call (from 0)", ylim=(0, 1.1 * max(whole)))
+    _tidy(axes)
+
+
 def save(figure: Figure, data: Mapping[str, Any], path: str | Path) -> Path:
     """Writes the figure as PNG to `path` and its data beside it, as .json; makes the folder.
 

@@ -294,7 +294,7 @@ def test_hisparse_config(run):
         ("{", "--hisparse-config is not JSON"),
         ("[1]", "--hisparse-config must be a JSON object"),
         ('{"topk": 8}', "--hisparse-config: unknown keys ['topk']"),
-        ('{"swap_in_block_size": 256}', "--hisparse-config: swap_in_block_size is the block size"),
+        ('{"swap_in_block_size": 48}', "swap_in_block_size: got 48, expected a multiple of 32 in"),
         ('{"top_k": "8"}', "top_k: got '8', expected an integer >= 1"),
         ('{"cache_size_mb": NaN}', "cache_size_mb: got nan, expected a number > 0"),
     ]:
@@ -652,6 +652,15 @@ def test_bench_decode(run):
         ["generate", "--model", "m", "--prompt", "a", "--cache", "half"],
         ["bench", "--model", "m"],
         ["bench", "prefill", "--model", "m"],
+        ["bench", "decode"],  # no --model
+        ["bench", "resolve", "--model", "m"],  # none is needed
+        ["bench", "resolve", "--batch-sizes", "0,1"],
+        ["bench", "resolve", "--misses", "-1"],
+        ["bench", "resolve", "--misses", "1,"],
+        ["bench", "resolve", "--points", "1:0,4"],
+        ["bench", "resolve", "--points", "0:1"],
+        ["bench", "resolve", "--points", "1:-1"],
+        ["bench", "resolve", "--points", "1:2:3"],
     ],
     ids=" ".join,
 )
@@ -669,11 +678,16 @@ def test_version_and_help(capsys):
             cli.main([flag])
         assert exit.value.code == 0
     assert capsys.readouterr().out.startswith(minihisparse.__version__ + "\nusage:")
-    for command in ("demo", "generate", "chat", "verify", "step", "bench"):
+    for command in ("demo", "generate", "chat", "verify", "step", "bench decode"):
         with pytest.raises(SystemExit) as exit:
-            cli.main([command, "--help"])
+            cli.main([*command.split(), "--help"])
         assert exit.value.code == 0
         assert "--hisparse-config" in capsys.readouterr().out
+    for command, words in (("bench", "no model"), ("bench resolve", "--blocks-per-request")):
+        with pytest.raises(SystemExit) as exit:
+            cli.main([*command.split(), "--help"])
+        assert exit.value.code == 0
+        assert words in capsys.readouterr().out
 
 
 # ---- bad input ----

@@ -21,6 +21,22 @@ HITS = {
 OVERLAP = {"config": "tiny, K = 4", "jaccard": [[0.5, 1.0], [0.0, 0.25], [1.0, 0.75]]}
 
 
+def resolve_row(batch: int, size: int, us: float, us_no_io: float, limit_us: float) -> dict:
+    sizes = {"batch": batch, "top_k": 8, "device_buffer_size": size}
+    return sizes | {"us": us, "us_no_io": us_no_io, "limit_us": limit_us}
+
+
+RESOLVE = {
+    "config": "made up, K = 8",
+    "by_ratio": [resolve_row(16, 8, 50, 10, 30), resolve_row(16, 20, 48, 16, 30)],
+    "by_batch": [
+        resolve_row(1, 16, 12.5, 13, 2),  # less than without IO: noise
+        resolve_row(16, 16, 49, 12, 30),
+        resolve_row(64, 16, 160, 14, 120),
+    ],
+}
+
+
 def test_hit_rates_in_percent_with_the_config_and_the_baseline():
     figure = plots.plot_hit_rate(HITS)
     left, right = figure.axes
@@ -48,6 +64,38 @@ def test_overlap_has_a_cell_per_layer_and_step():
     assert image.get_extent() == [1.5, 3.5, 2.5, -0.5]  # steps 2 and 3; layer 0 on top
     assert "Jaccard" in colour_bar.get_ylabel()
     assert OVERLAP["config"] in figure.get_suptitle()
+
+
+def test_resolve_is_stacked_to_its_whole_beside_the_limit():
+    figure = plots.plot_resolve(RESOLVE)
+    left, right = figure.axes
+    for axes, key, labels in (
+        (left, "by_ratio", ["1", "2.5"]),
+        (right, "by_batch", ["1", "16", "64"]),
+    ):
+        rows = RESOLVE[key]
+        assert [text.get_text() for text in axes.get_xticklabels()] == labels
+        below, top = ([bar for bar in bars] for bars in axes.containers)
+        assert [bar.get_height() for bar in below] == [min(r["us_no_io"], r["us"]) for r in rows]
+        assert [bar.get_y() for bar in top] == [bar.get_height() for bar in below]
+        assert [bar.get_y() + bar.get_height() for bar in top] == [row["us"] for row in rows]
+        assert all(bar.get_height() >= 0 for bar in top)
+        assert [text.get_text() for text in axes.texts] == [f"{row['us']:.0f}" for row in rows]
+        assert [set(ln.get_ydata()) for ln in axes.lines] == [{row["limit_us"]} for row in rows]
+        assert all(ln.get_linestyle() == "--" for ln in axes.lines)
+        assert axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > max(row["us"] for row in rows)
+        assert axes.get_ylabel() == "microseconds per call (from 0)"
+    assert (left.get_xlabel(), left.get_title()) == ("B / K", "batch 16")
+    assert (right.get_xlabel(), right.get_title()) == ("batch (requests)", "B = 16 = 2 K")
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len(words) == 3 and any("limit" in word for word in words)
+    assert RESOLVE["config"] in figure.get_suptitle()
+
+
+@pytest.mark.parametrize("empty", ["by_ratio", "by_batch"])
+def test_resolve_without_rows_is_refused(empty):
+    with pytest.raises(ValueError, match="expected some of both"):
+        plots.plot_resolve(RESOLVE | {empty: []})
 
 
 def test_save_writes_a_png_and_its_data(tmp_path):
