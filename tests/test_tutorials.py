@@ -71,7 +71,7 @@ def cells_of(path: Path) -> list[tuple[str, list[str]]]:
 
 def test_chapters_are_numbered_from_one():
     assert [int(path.name[:2]) for path in TUTORIALS] == [*range(1, len(TUTORIALS) + 1)]
-    assert len(TUTORIALS) >= 3
+    assert len(TUTORIALS) >= 4
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
@@ -222,3 +222,82 @@ def test_why_the_cache_works_with_the_real_model(run, tmp_path, smollm2_dir):
     assert chapter["real"]
     check_chapter_3(chapter, tmp_path)
     assert chapter["totals"]["B = 2K"] < 0.5 * chapter["totals"]["B = K"]
+
+
+def test_resolve_rung_by_rung(run, capsys):
+    chapter = run(4)
+    # By hand: 9 and 17 are in slots 4 and 1; 6, 3 and 0 are the least recent others.
+    assert chapter["answer"] == [6, 4, 3, 1, 0, 8]
+    assert chapter["after"]["lru_slots"][1].tolist() == [7, 2, 5, 6, 3, 0, 1, 4]
+    assert chapter["after"]["device_buffer_tokens"][1].tolist() == [20, 17, 2, 14, 9, 0, 3, 7]
+    firsts = [2000, 1700, 200, 1400, 900, 0, 300, 700, 2200]
+    assert chapter["after"]["records"][1, :, 0].tolist() == firsts
+    assert chapter["by_oracle"](*chapter["call"], chapter["before"])[2] == [
+        Fetch(3, slot=6, evicted=13),
+        Fetch(14, slot=3, evicted=11),
+        Fetch(20, slot=0, evicted=5),
+    ]
+    out = capsys.readouterr().out
+    assert re.search(r"hangs, \d blocks cannot start(.*\n){1,2}.*while load_acquire\(ready\)", out)
+    assert re.search(r"barrier 1: wrong in 0 of .*\nbarrier 0: wrong in [1-9]", out)
+
+
+def test_chapter_4_compares_with_the_oracle(run):
+    """What it asserts of each rung can be false: for another answer, and for another state."""
+    chapter = run(4)
+    agrees, after, answer = chapter["agrees"], chapter["after"], chapter["answer"]
+    for rung in ("one_thread", "one_block", "fused"):
+        call = rung, chapter["call"], chapter["before"]
+        assert agrees(*call, [answer], after)
+        assert not agrees(*call, [[*answer[:-1], 0]], after)
+        for name in after:
+            other = chapter["copy"](after)
+            other[name][0].view(-1)[0] += 1  # of the request that is not in the batch
+            assert not agrees(*call, [answer], other)
+
+
+def test_the_table_of_chapter_4_in_any_order_of_threads(run):
+    """Positions selected twice, and padding: the lowest index is first; no key is lost."""
+    chapter, rng = run(4), random.Random(0)
+    ints, launch = chapter["ints"], chapter["simulator"].run
+    newest, size = chapter["NEWEST"], chapter["TABLE"]
+    for seed in (None, *range(20)):
+        selection = [rng.choice([-1, 4, 9, 17, newest]) for _ in range(chapter["K"])]
+        keys, first = ints(size, value=-1), ints(size, value=99)
+        args = (torch.tensor(selection, dtype=torch.int32), keys, first)
+        launch(chapter["enter_selection"], 1, 4, args, seed=seed)  # fewer threads than positions
+        entered = {k: i for k, i in zip(keys.tolist(), first.tolist(), strict=True) if k != -1}
+        assert entered == {p: selection.index(p) for p in {*selection} - {-1, newest}}
+        found, hit = ints(size, value=-1), ints(chapter["B"], value=-1)
+        launch(chapter["find_hits"], 1, 3, (chapter["tokens"], keys, found, hit), seed=seed)
+        tokens = chapter["tokens"].tolist()
+        assert hit.tolist() == [int(t in entered) for t in tokens]
+        expected = [tokens.index(k) if k in {*tokens} - {-1} else -1 for k in keys.tolist()]
+        assert found.tolist() == expected
+
+
+def test_answers_of_chapter_4(run):
+    chapter, rng = run(4), random.Random(0)
+    for seed in (None, *range(10)):
+        values = [rng.randrange(-1000, 1000) for _ in range(32)]
+        assert chapter["sums_below"](values, seed) == [sum(values[:i]) for i in range(32)]
+    launches = {cleared: set() for cleared in (0, 1)}
+    for seed, cleared in itertools.product(range(40), launches):
+        launches[cleared] |= {*chapter["second_launch"](seed, cleared)}
+    assert launches == {0: {1, 2}, 1: {2}}
+
+
+def test_the_kernels_of_chapter_4_rank_like_a_loop(run):
+    """In any order of threads: by shares, by votes, and both counts in one word."""
+    chapter, rng = run(4), random.Random(0)
+    ints, launch = chapter["ints"], chapter["simulator"].run
+    for seed in (None, *range(10)):
+        rest, missed = [[rng.randrange(2) for _ in range(n)] for n in (chapter["B"], chapter["K"])]
+        expected = [0, *itertools.accumulate(rest)]
+        flags = [torch.tensor(x, dtype=torch.int32) for x in (rest, missed)]
+        ranks, sums, words = ints(chapter["B"]), ints(8), ints(3)
+        launch(chapter["rank_flags"], 1, 7, (flags[0], sums, ranks), seed=seed)
+        assert (ranks.tolist(), int(sums[7])) == (expected[:-1], expected[-1])
+        launch(chapter["rank_by_vote"], 1, 32, (*flags, ranks.zero_(), words), seed=seed)
+        assert ranks.tolist() == expected[:-1]
+        assert words[2] == sum(rest) + 2**16 * sum(missed)
