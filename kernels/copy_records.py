@@ -18,7 +18,7 @@ from functools import cache
 
 from minihisparse.kernels.device import (
     cuda,
-    function,
+    device_function,
     int64,
     ld4_host,
     ld16_host,
@@ -35,7 +35,7 @@ def copy_function(record_bytes_are_16s: bool, unroll: int = 3) -> Callable:
     PIECE_BYTES = 16 if WIDE else 4
     WORDS = PIECE_BYTES // 4
 
-    @function
+    @device_function
     def copy_records(
         num_records,  # how many records the plan has
         host_rows,  # int32 [>= num_records]: where each one comes from

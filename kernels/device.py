@@ -23,17 +23,18 @@ import inspect
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache, cached_property
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import _numba_cuda_redirector  # noqa: F401  numba.cuda is numba-cuda's, also where no .pth is read
-import numba
 import torch
+from cuda.pathfinder import DynamicLibNotFoundError
 from llvmlite import ir
 from numba import cuda
 from numba.cuda import dispatcher, types
@@ -44,9 +45,11 @@ from torch import Tensor
 if cuda.implementation != "NVIDIA":
     raise ImportError("numba.cuda is Numba's own, not numba-cuda's; pip install numba-cuda==0.30.4")
 
-__all__ = ["Address", "cuda", "function", "int16", "int32", "int64", "kernel", "uint32"]
+__all__ = ["Address", "cuda", "device_function", "int16", "int32", "int64", "kernel", "uint32"]
 
 MIN_COMPUTE_CAPABILITY = (7, 5)  # the oldest that CUDA 13 compiles for
+COMPILERS = ("numba", "numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")
+LOCK = threading.RLock()  # Numba compiles for one chip at a time
 DTYPES = {int16: torch.int16, int32: torch.int32, int64: torch.int64}
 
 
@@ -79,7 +82,7 @@ def kernel(*, max_threads: int) -> Callable[[Callable], Kernel]:
     return lambda function: Kernel(function, max_threads)
 
 
-def function(python_function: Callable) -> Any:
+def device_function(python_function: Callable) -> Any:
     """Makes a function that kernels can call."""
     return cuda.jit(device=True)(python_function)
 
@@ -117,15 +120,6 @@ class Kernel:
                 self.py_func, grid, block, values, memory=memory, shared_bytes=shared_bytes
             )
             return
-        loaded = self._loaded.get(device.index) or self._load(device)
-        if shared_bytes > loaded.max_shared_bytes:
-            raise ValueError(
-                f"{self.name} needs {shared_bytes} bytes of shared memory per block, "
-                f"{torch.cuda.get_device_name(device)} has {loaded.max_shared_bytes} left for it; "
-                "lower --top-k or --device-buffer-size"
-            )
-        config = _launch_config(grid, block, shared_bytes)
-        stream = _core_stream(torch.cuda.current_stream(device).cuda_stream)
         flat: list[int] = []
         for value in values:
             if isinstance(value, Tensor):  # Numba's array: no owner, no parent, then what it is
@@ -134,7 +128,34 @@ class Kernel:
                 flat += (stride * size for stride in value.stride())
             else:
                 flat.append(value)
-        _cuda_core().launch(stream, config, loaded.kernel, *flat)
+        with torch.cuda.device(device):  # the default stream is that of the current device
+            ready = self.load(device, shared_bytes)
+            config = _launch_config(grid, block, shared_bytes)
+            stream = _core_stream(torch.cuda.current_stream(device).cuda_stream)
+            _cuda_core().launch(stream, config, ready, *flat)
+
+    def load(self, device: torch.device, shared_bytes: int = 0) -> Any:
+        """Makes the kernel ready for launches on a GPU, with so much dynamic shared memory.
+
+        Compiles it unless the disk cache has it. `launch` calls this too; before a CUDA graph is
+        captured it must have been called once. Raises RuntimeError if the GPU or the driver is too
+        old or the compiler is missing, ValueError if the GPU has less shared memory.
+        """
+        loaded = self._loaded.get(device.index)
+        if loaded is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{self.name} is not loaded yet, and a CUDA graph is being captured; launch or "
+                    "load it once before"
+                )
+            with LOCK:
+                loaded = self._loaded.get(device.index) or self._load(device)
+        if shared_bytes > loaded.max_shared_bytes:
+            raise ValueError(
+                f"{self.name} needs {shared_bytes} bytes of shared memory per block, "
+                f"{torch.cuda.get_device_name(device)} has {loaded.max_shared_bytes} left for it"
+            )
+        return loaded.kernel
 
     def _device_of(self, args: tuple) -> torch.device:
         """Where the kernel runs: the device of the first tensor that is not in host memory."""
@@ -181,25 +202,35 @@ class Kernel:
         return values
 
     def compile(self, cc: tuple[int, int]) -> Compiled:
-        """Machine code for compute capability `cc`; needs no GPU, but Numba's compiler wheels."""
-        with _pretend_device(cc):
-            ptx, _ = cuda.compile_ptx(
-                self.py_func, types.void(*self.signature), cc=cc, launch_bounds=self.max_threads
-            )
+        """Machine code for compute capability `cc`. Needs no GPU, but NVIDIA's compiler.
+
+        Raises RuntimeError if that is missing.
+        """
         core = _cuda_core()
         options = core.LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}", ptxas_options=["-v"])
-        linker = core.Linker(core.ObjectCode.from_ptx(ptx.encode()), options=options)
-        cubin = linker.link("cubin").code
+        try:
+            with LOCK, _pretend_device(cc):
+                ptx, _ = cuda.compile_ptx(
+                    self.py_func, types.void(*self.signature), cc=cc, launch_bounds=self.max_threads
+                )
+            linker = core.Linker(core.ObjectCode.from_ptx(ptx.encode()), options=options)
+            cubin = linker.link("cubin").code
+        except DynamicLibNotFoundError as error:
+            raise RuntimeError(
+                "compiling kernels needs NVIDIA's compiler; pip install 'minihisparse[cuda]' "
+                f"({error})"
+            ) from error
         name = re.search(r"\.entry\s+([\w$]+)", ptx)[1]
         return Compiled(name, bytes(cubin), ptx, linker.get_info_log())
 
     def _load(self, device: torch.device) -> Loaded:
-        """The kernel, ready for launches on the device: from the disk cache, or compiled now."""
+        """From the disk cache, or compiled now."""
         cc = torch.cuda.get_device_capability(device)
         if cc < MIN_COMPUTE_CAPABILITY:
+            needed, found = (".".join(map(str, pair)) for pair in (MIN_COMPUTE_CAPABILITY, cc))
             raise RuntimeError(
-                f"the kernels need compute capability {MIN_COMPUTE_CAPABILITY}, "
-                f"{torch.cuda.get_device_name(device)} has {cc}; use --device cpu"
+                f"the kernels need compute capability {needed}, "
+                f"{torch.cuda.get_device_name(device)} has {found}; use --device cpu"
             )
         chip = f"sm_{cc[0]}{cc[1]}"
         path = cache_folder() / f"{self.name}-{chip}-{self._digest}.cubin"
@@ -218,10 +249,17 @@ class Kernel:
     @cached_property
     def _digest(self) -> str:
         """A hash of all that the machine code depends on, the chip aside."""
-        parts = [version("numba-cuda"), numba.__version__, str(self.signature), self.name]
+        parts = [str(self.signature), self.name, *map(_version, COMPILERS)]
         parts += [str(self.max_threads), repr(_made_from(self.py_func))]
         parts += [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a compiler of the system's own
+        return ""
 
 
 def _made_from(py_func: Callable) -> tuple:
@@ -236,8 +274,8 @@ def _made_from(py_func: Callable) -> tuple:
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept: in the user's cache folder."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "minihisparse" / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "minihisparse" / "kernels"
 
 
 def _read_cubin(path: Path) -> Any | None:
@@ -267,7 +305,12 @@ def _write_cubin(path: Path, compiled: Compiled) -> str:
 
 
 def _get_kernel(cubin: bytes, name: str) -> Any:
-    return _cuda_core().ObjectCode.from_cubin(cubin).get_kernel(name)
+    try:
+        return _cuda_core().ObjectCode.from_cubin(cubin).get_kernel(name)
+    except Exception as error:  # cuda.core has no name for it that all its versions share
+        raise RuntimeError(
+            f"the driver does not take the kernel ({error}); it must be one for CUDA 13"
+        ) from error
 
 
 @contextmanager
@@ -317,11 +360,11 @@ def _allow_all_shared_memory(ready: Any, device: torch.device) -> int:
 # ---- memory accesses: addresses are int64; what comes and goes are words of 4 bytes, uint32 ----
 
 I32, I64 = ir.IntType(32), ir.IntType(64)
-ONE, FOUR = uint32, types.UniTuple(uint32, 4)
+FOUR = types.UniTuple(uint32, 4)
 
 
-def _load_words(ptx: str, words: int, *, changes: bool = False) -> Any:
-    """An instruction that loads one or four words; changes: others write them while we look."""
+def _load_words(ptx: str, words: int, result: Any, *, constant: bool = False) -> Any:
+    """An instruction that loads one or four words; constant: nobody writes them meanwhile."""
 
     @intrinsic
     def load(typing_context, address):
@@ -329,15 +372,18 @@ def _load_words(ptx: str, words: int, *, changes: bool = False) -> Any:
             outputs = ir.LiteralStructType([I32] * words) if words > 1 else I32
             registers = ", ".join(f"${i}" for i in range(words))
             text = f"{ptx} {{{registers}}}, [${words}];" if words > 1 else f"{ptx} $0, [$1];"
-            constraints = ",".join(["=r"] * words) + ",l" + (",~{memory}" if changes else "")
-            kind = ir.FunctionType(outputs, [I64])
-            loaded = builder.call(ir.InlineAsm(kind, text, constraints, side_effect=changes), args)
+            # Without the clobber, a load may be moved across stores, or out of a loop that polls.
+            constraints = ",".join(["=r"] * words) + ",l" + ("" if constant else ",~{memory}")
+            assembly = ir.InlineAsm(
+                ir.FunctionType(outputs, [I64]), text, constraints, side_effect=not constant
+            )
+            loaded = builder.call(assembly, args)
             if words == 1:
                 return loaded
             parts = [builder.extract_value(loaded, i) for i in range(words)]
             return context.make_tuple(builder, signature.return_type, parts)
 
-        return (FOUR if words > 1 else int32 if changes else ONE)(int64), code
+        return result(int64), code
 
     return load
 
@@ -365,14 +411,14 @@ def _store_words(ptx: str, words: int, value: Any = uint32) -> Any:
 
 
 # Host rows are read once and by nobody else: past the caches, so that nothing useful is evicted.
-ld16_host = _load_words("ld.global.nc.L1::no_allocate.v4.u32", 4)
-ld4_host = _load_words("ld.global.nc.L1::no_allocate.u32", 1)
-ld16 = _load_words("ld.global.v4.u32", 4)
-ld4 = _load_words("ld.global.u32", 1)
+ld16_host = _load_words("ld.global.nc.L1::no_allocate.v4.u32", 4, FOUR, constant=True)
+ld4_host = _load_words("ld.global.nc.L1::no_allocate.u32", 1, uint32, constant=True)
+ld16 = _load_words("ld.global.v4.u32", 4, FOUR)
+ld4 = _load_words("ld.global.u32", 1, uint32)
 st16 = _store_words("st.global.v4.u32", 4)
 st4 = _store_words("st.global.u32", 1)
 # One block hands data to another: write the data, store_release a flag; load_acquire it, read.
-load_acquire = _load_words("ld.acquire.gpu.global.s32", 1, changes=True)
+load_acquire = _load_words("ld.acquire.gpu.global.s32", 1, int32)
 store_release = _store_words("st.release.gpu.global.s32", 1, int32)
 
 

@@ -19,9 +19,9 @@ lies in memory. Nobody waits for a block that has not started, so no order of bl
 Everything of a slot or position stays in registers from stage to stage: element i of a table
 belongs to lane i % 32 of warp i // (32 * TILES), so that ranks in a warp follow the table's order.
 
-Reads per request: K positions, B tokens, B LRU entries, a page entry per position. Writes: K slots,
-B LRU entries, and per miss its token and a record. Over the bus: record_bytes per miss, no more.
-Shared memory: 4 * (table + 2 K) bytes, 49,152 at K = 2048.
+Reads per block: K positions, B tokens, B LRU entries; per request: a page entry per position.
+Writes per request: K slots, B LRU entries, and per miss its token and a record. Over the bus:
+record_bytes per miss, no more. Shared memory: 4 * (table + 2 K) bytes, 49,152 at K = 2048.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from minihisparse.kernels.device import (
     store_release,
     uint32,
 )
+from minihisparse.kernels.resolve_one_block import EMPTY, hash_of
 
 ALL_LANES = 0xFFFFFFFF
-EMPTY = -1  # in the hash table: no key
 MISS = 0x10000  # in the hash table: a miss, with its rank in the lower bits; below: a slot
-READABLE, WERE_EMPTY, TICKET, LENGTH = range(4)  # what the words of `block` are
+READABLE, WERE_EMPTY, TICKET, LENGTH = range(4)  # what the words of `shared_words` are
 
 
 class FusedKernel(NamedTuple):
@@ -77,7 +77,7 @@ def fused_kernel(
     PLAN_IN_MEMORY = record_plan or (several_blocks and not skip_io)
     # Four times the keys: three of four entries stay empty, and a search ends soon.
     TABLE_BITS = (4 * top_k - 1).bit_length()
-    TABLE, MASK, SHIFT = 1 << TABLE_BITS, (1 << TABLE_BITS) - 1, 32 - TABLE_BITS
+    TABLE, MASK = 1 << TABLE_BITS, (1 << TABLE_BITS) - 1
     PLAN_SLOTS = TABLE  # after the table, in shared memory: the slot of each miss
     PLAN_ROWS = TABLE + top_k  # and its host row
     HIT_WORDS = B_TILES * WARPS
@@ -103,13 +103,13 @@ def fused_kernel(
         miss_counts: int32[::1],  # [R] written, the plan's length, if record_plan
         counters: int64[::1],  # [3] hits, misses and evictions are added
         error: int64[::1],  # [1] if checked: lowered to the first bad entry, request * K + index
-        handover: DEVICE_ADDRESS,  # [3, R] int32: tickets, ready, taken; 0 before and after
+        handover: DEVICE_ADDRESS,  # [3, R] int32, 0 before and after
         blocks_per_request: int64,
     ):
         shared = cuda.shared.array(0, int32)
         hit_bits = cuda.shared.array(HIT_WORDS, int32)
         warp_totals = cuda.shared.array(WARPS, int32)
-        block = cuda.shared.array(4, int32)
+        shared_words = cuda.shared.array(4, int32)
         p_of = cuda.local.array(K_TILES, int32)
         page_of = cuda.local.array(K_TILES, int32)
         entry_of = cuda.local.array(K_TILES, int32)
@@ -129,18 +129,17 @@ def fused_kernel(
         request = int64(cuda.blockIdx.x)
         if SEVERAL:
             request = int64(uint32(request) // uint32(blocks_per_request))
-        ticket = handover + 4 * request  # which of the request's blocks have started
-        ready = ticket + 4 * num_requests  # 0, or the plan's length + 1
-        taken = ready + 4 * num_requests  # which helpers have seen it
+        ticket_at = handover + 4 * request  # how many of the request's blocks have started
+        ready_at = ticket_at + 4 * num_requests  # 0, or the plan's length + 1
+        taken_at = ready_at + 4 * num_requests  # how many helpers have seen it
         if SEVERAL:
             if tid == 0:
-                block[TICKET] = fetch_inc_wrap(ticket, blocks_per_request - 1)
+                shared_words[TICKET] = fetch_inc_wrap(ticket_at, blocks_per_request - 1)
 
         # ---- loads that depend on nothing else, all under way before the first is used
-        row = req_pool_indices[request]
-        seq_len = int64(seq_lens[request])
+        row, seq_len = req_pool_indices[request], int64(seq_lens[request])
         if request >= num_real_reqs[0]:
-            seq_len = int64(0)
+            row, seq_len = int64(0), int64(0)  # what padding says is not to be trusted
         for j in range(K_TILES):
             i = (warp * K_TILES + j) * 32 + lane
             p_of[j] = positions[request, i] if i < top_k else -1
@@ -153,13 +152,13 @@ def fused_kernel(
         for e in range(tid, TABLE, THREADS):
             shared[e] = EMPTY
         if tid == 0:
-            block[READABLE] = 0
-            block[WERE_EMPTY] = 0
+            shared_words[READABLE] = 0
+            shared_words[WERE_EMPTY] = 0
         cuda.syncthreads()
 
         part = int64(0)
         if SEVERAL:
-            part = int64(block[TICKET])
+            part = int64(shared_words[TICKET])
         num_misses = int64(0)
         if part == 0:
             if CHECKED:
@@ -178,7 +177,7 @@ def fused_kernel(
                 readable = cuda.ballot_sync(ALL_LANES, 0 <= p_of[j] <= newest)
                 num_readable += int64(cuda.popc(readable))
             if lane == 0:
-                cuda.atomic.add(block, READABLE, num_readable)
+                cuda.atomic.add(shared_words, READABLE, num_readable)
 
             if seq_len <= num_slots:
                 # ---- fast path: position p is in slot p
@@ -187,7 +186,7 @@ def fused_kernel(
                     if i < top_k:
                         p = p_of[j]
                         top_k_device_locs[request, i] = p if 0 <= p <= newest else -1
-                cuda.syncthreads()  # block[READABLE] is complete
+                cuda.syncthreads()  # shared_words[READABLE] is complete
             else:
                 # ---- the selection becomes a hash table in shared memory
                 firsts = 0  # bit j: this thread's j-th position does not occur before
@@ -198,7 +197,7 @@ def fused_kernel(
                     if 0 <= p < newest:
                         if PLAN:
                             page_of[j] = req_to_host_pool[row, uint32(p) // uint32(page_size)]
-                        e = ((p * 0x9E3779B1) & 0xFFFFFFFF) >> SHIFT
+                        e = hash_of(p, TABLE_BITS)
                         key = cuda.atomic.cas(shared, e, EMPTY, p)
                         while key != EMPTY and key != p:
                             e = (e + 1) & MASK
@@ -235,7 +234,7 @@ def fused_kernel(
                     hit = False
                     found_at[j] = -1
                     if t >= 0:
-                        e = ((t * 0x9E3779B1) & 0xFFFFFFFF) >> SHIFT
+                        e = hash_of(t, TABLE_BITS)
                         key = shared[e]
                         while key != t and key != EMPTY:
                             e = (e + 1) & MASK
@@ -280,9 +279,9 @@ def fused_kernel(
                     if lane >= step:
                         running = int32(running + other)
                     step *= 2
-                everything = int64(cuda.shfl_sync(ALL_LANES, running, 31))
+                block_totals = int64(cuda.shfl_sync(ALL_LANES, running, 31))
                 before = int64(cuda.shfl_sync(ALL_LANES, running, warp)) - totals
-                num_rest, num_misses = everything & 0xFFFF, everything >> 16
+                num_rest, num_misses = block_totals & 0xFFFF, block_totals >> 16
                 rest_before, misses_before = before & 0xFFFF, before >> 16
 
                 # ---- the new LRU order; its least recent slots are given to the misses
@@ -319,7 +318,7 @@ def fused_kernel(
 
             if SEVERAL and not SKIP_IO:
                 if tid == 0:  # after a barrier, so that it releases what the whole block has stored
-                    store_release(ready, num_misses + 1)
+                    store_release(ready_at, num_misses + 1)
 
             if seq_len > num_slots:
                 # ---- write the answer and the state
@@ -338,30 +337,30 @@ def fused_kernel(
                         if (miss_bits[j] >> lane) & 1:
                             if any_empty:
                                 if device_buffer_tokens[row, slot] == -1:
-                                    cuda.atomic.add(block, WERE_EMPTY, 1)
+                                    cuda.atomic.add(shared_words, WERE_EMPTY, 1)
                             device_buffer_tokens[row, slot] = p_of[j]
                     if i < top_k:
                         top_k_device_locs[request, i] = slot
                 if any_empty:
-                    cuda.syncthreads()  # block[WERE_EMPTY] is complete
+                    cuda.syncthreads()  # shared_words[WERE_EMPTY] is complete
             if tid == 0:
                 if RECORD_PLAN:
                     miss_counts[request] = num_misses
-                cuda.atomic.add(counters, 0, int64(block[READABLE]) - num_misses)
+                cuda.atomic.add(counters, 0, int64(shared_words[READABLE]) - num_misses)
                 cuda.atomic.add(counters, 1, num_misses)
-                cuda.atomic.add(counters, 2, num_misses - block[WERE_EMPTY])
+                cuda.atomic.add(counters, 2, num_misses - shared_words[WERE_EMPTY])
         elif not SKIP_IO:
             # ---- a helper: waits for the plan; the last one to have it clears the flag
             if tid == 0:
-                flag = load_acquire(ready)
+                flag = load_acquire(ready_at)
                 while flag == 0:
-                    flag = load_acquire(ready)
-                block[LENGTH] = flag - 1
+                    flag = load_acquire(ready_at)
+                shared_words[LENGTH] = flag - 1
                 last = blocks_per_request - 2  # helpers count from 0
-                if fetch_inc_wrap(taken, last) == last:
-                    store_release(ready, 0)
+                if fetch_inc_wrap(taken_at, last) == last:
+                    store_release(ready_at, 0)
             cuda.syncthreads()
-            num_misses = int64(block[LENGTH])
+            num_misses = int64(shared_words[LENGTH])
 
         # ---- fetch
         if not SKIP_IO:

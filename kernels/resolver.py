@@ -7,7 +7,8 @@ Upstream names: swap_in_block_size (threads per block), top_k_device_locs (the a
 
 On tensors of a GPU the kernels run compiled, on tensors of a CPU simulated; any rung of the ladder
 (`resolve.py`) can be asked for. `resolve` allocates nothing and does not wait, unless checked, so a
-CUDA graph can hold it. The answer lies in a buffer that the next call overwrites.
+CUDA graph can hold it, once `load` has been called. The answer lies in a buffer that the next call
+overwrites.
 
 Cost: 12 bytes per request and selected position for the answer and the plan, for all layers.
 """
@@ -19,13 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minihisparse.kernels.resolve import (
+from minihisparse.kernels.resolve import resolve_one_thread
+from minihisparse.kernels.resolve_fused import FusedKernel, fused_kernel
+from minihisparse.kernels.resolve_one_block import (
     one_block_shared_bytes,
     one_block_table_bits,
     resolve_one_block,
-    resolve_one_thread,
 )
-from minihisparse.kernels.resolve_fused import fused_kernel
 
 RUNGS = ("one_thread", "one_block", "fused")
 NO_ERROR = 2**63 - 1
@@ -37,15 +38,43 @@ HELPING_BLOCKS = 8
 
 
 class MissPlan(NamedTuple):
-    """What a call fetched: the first counts[r] entries of row r. All int32."""
+    """What a call for R requests fetched: the first counts[r] entries of row r < R. All int32."""
 
     host_rows: Tensor  # [R, K]
     slots: Tensor  # [R, K]
     counts: Tensor  # [R]
 
 
+def check_sizes(
+    top_k: int,
+    device_buffer_size: int,
+    record_bytes: int,
+    swap_in_block_size: int,
+    blocks_per_request: int | None = None,
+) -> None:
+    """Raises ValueError for what the kernels cannot do."""
+    if record_bytes % 4 or record_bytes < 4:
+        raise ValueError(f"records of {record_bytes} bytes: must be a multiple of 4 bytes")
+    if not 1 <= top_k <= device_buffer_size <= 32_767:
+        raise ValueError(
+            f"top_k={top_k}, device_buffer_size={device_buffer_size}: must be "
+            "1 <= top_k <= device_buffer_size <= 32767 (lru_slots is int16)"
+        )
+    if swap_in_block_size not in range(32, 1025, 32):
+        raise ValueError(
+            f"swap_in_block_size={swap_in_block_size}: must be a multiple of 32 in 32..1024"
+        )
+    if top_k > MAX_POSITIONS_PER_THREAD * swap_in_block_size:
+        raise ValueError(
+            f"swap_in_block_size={swap_in_block_size}: a thread can have "
+            f"{MAX_POSITIONS_PER_THREAD} positions, so top_k={top_k} needs more threads"
+        )
+    if blocks_per_request is not None and blocks_per_request not in range(1, 1025):
+        raise ValueError(f"blocks_per_request={blocks_per_request}: must be in 1..1024")
+
+
 class Resolver:
-    """Resolve for one cache."""
+    """Resolve for one cache, on one stream: calls share the answer, the plan and the hand-over."""
 
     def __init__(
         self,
@@ -72,26 +101,11 @@ class Resolver:
         record_plan: leave `miss_plan` behind. checked: refuse positions out of range.
         Raises ValueError for what the kernels cannot do; the message names the flag that helps.
         """
-        if record_bytes % 4 or record_bytes < 4:
-            raise ValueError(f"records of {record_bytes} bytes: must be a multiple of 4 bytes")
-        if not 1 <= top_k <= device_buffer_size <= 32_767:
-            raise ValueError(
-                f"top_k={top_k}, device_buffer_size={device_buffer_size}: must be "
-                "1 <= top_k <= device_buffer_size <= 32767 (lru_slots is int16)"
-            )
         if swap_in_block_size is None:
             swap_in_block_size = min(-(-device_buffer_size // 32) * 32, 1024)
-        if swap_in_block_size not in range(32, 1025, 32):
-            raise ValueError(
-                f"swap_in_block_size={swap_in_block_size}: must be a multiple of 32 in 32..1024"
-            )
-        if top_k > MAX_POSITIONS_PER_THREAD * swap_in_block_size:
-            raise ValueError(
-                f"swap_in_block_size={swap_in_block_size}: a thread can have "
-                f"{MAX_POSITIONS_PER_THREAD} positions, so top_k={top_k} needs more threads"
-            )
-        if blocks_per_request is not None and blocks_per_request < 1:
-            raise ValueError(f"blocks_per_request={blocks_per_request} is less than 1")
+        check_sizes(top_k, device_buffer_size, record_bytes, swap_in_block_size, blocks_per_request)
+        if page_size < 1:
+            raise ValueError(f"page_size={page_size} is less than 1")
         if rung not in RUNGS:
             raise ValueError(f"rung {rung!r} is not one of: {', '.join(RUNGS)}")
         if rung != "fused" and (skip_io or record_plan or checked):
@@ -117,6 +131,32 @@ class Resolver:
         self._handover = torch.zeros(3 * max_requests, dtype=torch.int32, device=device)
         scratch = {"one_thread": 2, "one_block": 1, "fused": 0}[rung] * device_buffer_size
         self._scratch = torch.zeros(max_requests, scratch, dtype=torch.int32, device=device)
+
+    def load(self) -> None:
+        """Compiles or loads the kernels that `resolve` may launch: on a GPU, before any graph.
+
+        Raises RuntimeError if the GPU cannot run them, ValueError if its shared memory is too
+        small for them.
+        """
+        device = self.req_to_host_pool.device
+        for several_blocks in (False, True):
+            fused = self._fused(self.record_bytes % 16 == 0, several_blocks)
+            try:
+                fused.kernel.load(device, fused.shared_bytes)
+            except ValueError as error:
+                raise ValueError(f"top_k={self.top_k}: {error}; lower --top-k") from None
+
+    def _fused(self, record_bytes_are_16s: bool, several_blocks: bool) -> FusedKernel:
+        return fused_kernel(
+            num_threads=self.num_threads,
+            top_k=self.top_k,
+            num_slots=self.device_buffer_size,
+            record_bytes_are_16s=record_bytes_are_16s,
+            several_blocks=several_blocks,
+            skip_io=self.skip_io,
+            record_plan=self.record_plan,
+            checked=self.checked,
+        )
 
     @property
     def device_bytes(self) -> int:
@@ -149,20 +189,23 @@ class Resolver:
         Raises TypeError or ValueError before the launch; in checked mode ValueError for a position
         out of range: then no state has changed.
         """
+        if self.checked and positions.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("checked waits for the kernel, which a CUDA graph cannot do")
         num_slots = self.device_buffer_size if num_slots is None else num_slots
         num_requests = len(positions)
-        self._check_shapes(
-            positions,
-            seq_lens,
-            req_pool_indices,
-            num_real_reqs,
-            device_buffer_tokens,
-            lru_slots,
-            host_records,
-            records,
-            counters,
-            num_slots,
-        )
+        rows, width = len(self.req_to_host_pool), device_buffer_tokens.shape[-1]
+        shapes = {
+            "positions": (positions, (num_requests, self.top_k)),
+            "seq_lens": (seq_lens, (num_requests,)),
+            "req_pool_indices": (req_pool_indices, (num_requests,)),
+            "num_real_reqs": (num_real_reqs, (1,)),
+            "device_buffer_tokens": (device_buffer_tokens, (rows, max(width, num_slots))),
+            "lru_slots": (lru_slots, (rows, width)),
+            "records": (records, (rows, num_slots + 1, records.shape[-1])),
+            "host_records": (host_records, (len(host_records), records.shape[-1])),
+            "counters": (counters, (3,)),
+        }
+        self._check(num_requests, num_slots, shapes)
         answer = self.top_k_device_locs[:num_requests]
         if not num_requests:
             return answer
@@ -198,16 +241,7 @@ class Resolver:
         else:
             blocks = self._blocks_per_request(num_requests)
             aligned = (host_records.data_ptr() | records.data_ptr() | self.record_bytes) % 16 == 0
-            fused = fused_kernel(
-                num_threads=self.num_threads,
-                top_k=self.top_k,
-                num_slots=self.device_buffer_size,
-                record_bytes_are_16s=aligned,
-                several_blocks=blocks > 1,
-                skip_io=self.skip_io,
-                record_plan=self.record_plan,
-                checked=self.checked,
-            )
+            fused = self._fused(aligned, blocks > 1)
             fused.kernel.launch(
                 num_requests * blocks,
                 self.num_threads,
@@ -231,20 +265,8 @@ class Resolver:
         fills_link = num_requests >= BLOCKS_THAT_FILL_A_LINK
         return 1 if fills_link else HELPING_BLOCKS // num_requests
 
-    def _check_shapes(
-        self,
-        positions,
-        seq_lens,
-        req_pool_indices,
-        num_real_reqs,
-        device_buffer_tokens,
-        lru_slots,
-        host_records,
-        records,
-        counters,
-        num_slots,
-    ) -> None:
-        num_requests = len(positions)
+    def _check(self, num_requests: int, num_slots: int, shapes: dict[str, tuple]) -> None:
+        """Raises ValueError if a tensor has not the shape that it must have."""
         if num_requests > self.max_requests:
             raise ValueError(
                 f"positions has {num_requests} rows, more than max_requests={self.max_requests}"
@@ -254,30 +276,18 @@ class Resolver:
                 f"num_slots={num_slots} is not in {self.top_k}..{self.device_buffer_size}, "
                 "from top_k to device_buffer_size"
             )
-        width = device_buffer_tokens.shape[-1]
-        expected = {
-            "positions": (positions, (num_requests, self.top_k)),
-            "seq_lens": (seq_lens, (num_requests,)),
-            "req_pool_indices": (req_pool_indices, (num_requests,)),
-            "num_real_reqs": (num_real_reqs, (1,)),
-            "device_buffer_tokens": (
-                device_buffer_tokens,
-                (len(self.req_to_host_pool), max(width, num_slots)),
-            ),
-            "lru_slots": (lru_slots, (len(self.req_to_host_pool), width)),
-            "counters": (counters, (3,)),
-            "records": (records, (len(self.req_to_host_pool), num_slots + 1, records.shape[-1])),
-            "host_records": (host_records, (len(host_records), records.shape[-1])),
-        }
-        for name, (tensor, shape) in expected.items():
+        for name, (tensor, shape) in shapes.items():
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} is {tuple(tensor.shape)}, expected {shape}")
-        for name, tensor in (("records", records), ("host_records", host_records)):
+        for name in ("records", "host_records"):
+            tensor = shapes[name][0]
             width_bytes = tensor.shape[-1] * tensor.element_size()
             if width_bytes != self.record_bytes:
                 raise ValueError(
                     f"{name}: {width_bytes} bytes per record, expected {self.record_bytes}"
                 )
+            if len(tensor) > 2**31:
+                raise ValueError(f"{name} has {len(tensor)} rows, more than int32 can number")
             if tensor.data_ptr() % 4:
                 raise ValueError(
                     f"{name} starts at address {tensor.data_ptr():#x}, no multiple of 4 bytes"

@@ -39,7 +39,7 @@ from minihisparse import plots
 from minihisparse.bench import check_counts
 from minihisparse.config import MAX_DEVICE_BUFFER_SIZE, choose_device
 from minihisparse.host_store import HostPool, free_host_bytes
-from minihisparse.kernels.resolver import RUNGS, Resolver
+from minihisparse.kernels.resolver import MAX_POSITIONS_PER_THREAD, RUNGS, Resolver
 from minihisparse.resolve_case import PAGE_SIZE, Case, Point, make_pool
 from minihisparse.stats import environment_report
 
@@ -89,6 +89,8 @@ def checked(args: argparse.Namespace) -> tuple[list[Point], list[str]]:
         raise ValueError("--plot: only the rung 'fused' can leave out IO; see --rungs")
     if args.blocks_per_request is not None:
         check_counts(args, "blocks_per_request")
+        if args.blocks_per_request > 1024:
+            raise ValueError(f"--blocks-per-request {args.blocks_per_request} is more than 1024")
         if "fused" not in rungs:
             raise ValueError("--blocks-per-request: only the rung 'fused' has it; see --rungs")
     threads = args.swap_in_block_size
@@ -119,6 +121,11 @@ def checked(args: argparse.Namespace) -> tuple[list[Point], list[str]]:
             )
         if point.top_k > slots:
             raise ValueError(f"--top-k {point.top_k} is more than --device-buffer-size {slots}")
+        if threads is not None and point.top_k > MAX_POSITIONS_PER_THREAD * threads:
+            raise ValueError(
+                f"--swap-in-block-size {threads}: a thread can have {MAX_POSITIONS_PER_THREAD} "
+                f"positions, so --top-k {point.top_k} needs more threads"
+            )
         if point.misses > point.top_k:
             raise ValueError(
                 f"{flag}: {point.misses} misses per request are more than --top-k {point.top_k}"

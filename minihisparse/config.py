@@ -57,6 +57,11 @@ class HiSparseConfig:
         threads = self.swap_in_block_size
         allowed = threads is None or (_is_int(threads) and threads in range(32, 1025, 32))
         self._check("swap_in_block_size", allowed, "a multiple of 32 in 32..1024")
+        if threads is not None and self.top_k > 64 * threads:
+            raise ValueError(
+                f"swap_in_block_size={threads}: a thread can have 64 positions, so "
+                f"top_k={self.top_k} needs more threads; raise --swap-in-block-size"
+            )
         if self.top_k % self.page_size:
             raise ValueError(
                 f"top_k={self.top_k} is not a multiple of page_size={self.page_size}: whole pages "

@@ -152,6 +152,7 @@ class HiSparseCache(KVCache):
         *,
         host: HostPool,
         max_requests: int,
+        top_k: int,
         device_buffer_size: int,
         device: torch.device,
         checked: bool = False,
@@ -159,14 +160,16 @@ class HiSparseCache(KVCache):
     ) -> None:
         """The caches of `max_requests` request rows, as many layers and as wide as the host pool.
 
-        swap_in_block_size: threads per block of the Resolve kernel; None: by the sizes.
+        top_k: positions per request in each `resolve`. swap_in_block_size: threads per block of the
+        Resolve kernel; None: by the sizes. Raises ValueError or RuntimeError if the GPU cannot run
+        it.
         """
         num_layers, _, record_width = host.records.shape
         super().__init__(num_layers, max_requests, device, checked)
         self.host = host
         self.device_buffer_size = device_buffer_size
+        self.top_k = top_k
         self.swap_in_block_size = swap_in_block_size
-        self._resolvers: dict[int, Resolver] = {}  # by K
         shape = (max_requests, device_buffer_size + 1, record_width)
         self.records = [
             torch.empty(shape, dtype=host.records.dtype, device=device) for _ in range(num_layers)
@@ -175,13 +178,17 @@ class HiSparseCache(KVCache):
         self.device_buffer_tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._initial_order = torch.arange(device_buffer_size, dtype=torch.int16, device=device)
         self.lru_slots = self._initial_order.expand(shape).contiguous()  # [L, max_requests, B]
+        self._resolver: Resolver | None = None
+        if device.type == "cuda":
+            self._resolver = self._make_resolver(max_requests)
+            self._resolver.load()
 
     @property
     def metadata_bytes(self) -> int:
         """Device bytes of the tables: slots, LRU order, host pages, and the kernel's own."""
         tables = (self.device_buffer_tokens, self.lru_slots, self.host.req_to_host_pool)
-        resolvers = self._resolvers.values()
-        return sum(table.nbytes for table in tables) + sum(r.device_bytes for r in resolvers)
+        kernel_bytes = self._resolver.device_bytes if self._resolver else 0
+        return sum(table.nbytes for table in tables) + kernel_bytes
 
     def _reserve(self, row: int, num_tokens: int) -> None:
         self.host.allocate(row, num_tokens)
@@ -254,7 +261,9 @@ class HiSparseCache(KVCache):
         return pad_rows(done.slots, num_rows)
 
     def _resolve_fused(self, layer: int, positions: Tensor, batch: Batch) -> Tensor:
-        slots = self._resolver(*positions.shape).resolve(
+        if self._resolver is None or self._resolver.max_requests < len(positions):
+            self._resolver = self._make_resolver(len(positions))  # more padding than ever
+        slots = self._resolver.resolve(
             positions,
             batch.seq_lens,
             batch.req_pool_indices,
@@ -267,24 +276,20 @@ class HiSparseCache(KVCache):
         )
         return slots.long()  # a copy: the next layer overwrites the answer
 
-    def _resolver(self, num_rows: int, top_k: int) -> Resolver:
-        """What launches the kernel for K = `top_k`; made at the first call, and for more rows."""
-        resolver = self._resolvers.get(top_k)
-        if resolver is None or resolver.max_requests < num_rows:
-            from minihisparse.kernels.resolver import Resolver  # needs Numba, which a CPU does not
+    def _make_resolver(self, max_requests: int) -> Resolver:
+        from minihisparse.kernels.resolver import Resolver  # needs Numba, which a CPU does not
 
-            record_width, dtype = self.host.records.shape[2], self.host.records.dtype
-            resolver = self._resolvers[top_k] = Resolver(
-                max_requests=max(num_rows, self.max_requests),
-                top_k=top_k,
-                device_buffer_size=self.device_buffer_size,
-                record_bytes=record_width * dtype.itemsize,
-                req_to_host_pool=self.host.req_to_host_pool,
-                page_size=self.host.page_size,
-                swap_in_block_size=self.swap_in_block_size,
-                checked=self.checked,
-            )
-        return resolver
+        record_width, dtype = self.host.records.shape[2], self.host.records.dtype
+        return Resolver(
+            max_requests=max_requests,
+            top_k=self.top_k,
+            device_buffer_size=self.device_buffer_size,
+            record_bytes=record_width * dtype.itemsize,
+            req_to_host_pool=self.host.req_to_host_pool,
+            page_size=self.host.page_size,
+            swap_in_block_size=self.swap_in_block_size,
+            checked=self.checked,
+        )
 
     def _fetch(
         self, layer: int, rows: Tensor, positions: Tensor, slots: Tensor, fetch: Tensor

@@ -195,6 +195,7 @@ def _hisparse_cache(
     return HiSparseCache(
         host=host,
         max_requests=max_requests,
+        top_k=hisparse.top_k,
         device_buffer_size=size,
         device=model.device,
         checked=checked,

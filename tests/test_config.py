@@ -60,6 +60,14 @@ def test_swap_in_block_size_must_be_whole_warps(value):
         HiSparseConfig(swap_in_block_size=value)
 
 
+def test_swap_in_block_size_must_be_enough_for_top_k():
+    """The kernel keeps a bit for each of a thread's positions."""
+    assert HiSparseConfig(top_k=2048, swap_in_block_size=32).swap_in_block_size == 32
+    expected = "swap_in_block_size=32: .* top_k=2064 needs more threads; raise --swap-in-block-size"
+    with pytest.raises(ValueError, match=expected):
+        HiSparseConfig(top_k=2064, swap_in_block_size=32)
+
+
 NOT_POSITIVE_INTEGERS = [0, -1, 1.5, 16.0, True, "16", None]
 NOT_POSITIVE_NUMBERS = [0, -1.0, True, "3", float("inf"), float("nan")]
 

@@ -24,8 +24,8 @@ from minihisparse.kernels.device import (
     Kernel,
     cache_folder,
     cuda,
+    device_function,
     fetch_inc_wrap,
-    function,
     int16,
     int32,
     int64,
@@ -39,8 +39,9 @@ from minihisparse.kernels.device import (
     st16,
     store_release,
 )
-from minihisparse.kernels.resolve import resolve_one_block, resolve_one_thread
+from minihisparse.kernels.resolve import resolve_one_thread
 from minihisparse.kernels.resolve_fused import fused_kernel
+from minihisparse.kernels.resolve_one_block import resolve_one_block
 
 FENCE = 0x5A5A5A5A
 
@@ -66,7 +67,7 @@ def words(*values: int) -> torch.Tensor:
 # -- kernels, functions, memory accesses ------------------------------------------------------
 
 
-@function
+@device_function
 def weighted(value, weight):
     return value * weight
 
@@ -183,8 +184,7 @@ def test_dynamic_shared_memory(device, size):
 def test_more_shared_memory_than_the_chip_has():
     out = torch.zeros(100_000, dtype=torch.int32, device="cuda")
     message = (
-        r"^through_shared needs 400000 bytes of shared memory per block, .* has \d+ left for it; "
-        r"lower --top-k or --device-buffer-size$"
+        r"^through_shared needs 400000 bytes of shared memory per block, .* has \d+ left for it$"
     )
     with pytest.raises(ValueError, match=message):
         through_shared.launch(1, 32, out, 100_000, shared_bytes=400_000)
@@ -237,6 +237,23 @@ def test_a_launch_is_on_torchs_current_stream():
         found = target.clone()
     stream.synchronize()
     assert found[::2].tolist() == [*range(101, 133)] and found[1::2].tolist() == [*range(32)]
+
+
+@pytest.mark.gpu
+def test_a_capture_of_a_kernel_that_was_never_loaded():
+    """The error comes before anything breaks: the graph can be captured after a load."""
+    fresh, out = made_with(123), torch.zeros(1, dtype=torch.int32, device="cuda")
+    with pytest.raises(RuntimeError, match="made is not loaded yet, and a CUDA graph is being"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            out.add_(0)
+            fresh.launch(1, 1, out)
+    fresh.load(out.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fresh.launch(1, 1, out)
+    assert out.item() == 0
+    graph.replay()
+    assert out.item() == 124
 
 
 @pytest.mark.gpu
@@ -342,7 +359,7 @@ def test_a_chip_that_is_too_old(monkeypatch):
     old = Kernel(scale.py_func, 96)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    message = r"^the kernels need compute capability \(7, 5\), Tesla V100 has \(7, 0\); use --dev"
+    message = r"^the kernels need compute capability 7\.5, Tesla V100 has 7\.0; use --device cpu"
     with pytest.raises(RuntimeError, match=message):
         old._load(torch.device("cuda", 0))
 
@@ -353,7 +370,7 @@ def test_a_chip_that_is_too_old(monkeypatch):
 def made_with(constant: int, name: str = "made", inner: int = 1, max_threads: int = 32) -> Kernel:
     OUTER, INNER = constant, inner
 
-    @function
+    @device_function
     def helper(value):
         return value + INNER
 
@@ -368,7 +385,7 @@ def made_otherwise(constant: int) -> Kernel:
     """As made_with, but for the body."""
     OUTER, INNER = constant, 1
 
-    @function
+    @device_function
     def helper(value):
         return value + INNER
 
@@ -381,7 +398,7 @@ def made_otherwise(constant: int) -> Kernel:
 def made_of_int64() -> Kernel:
     OUTER, INNER = 5, 1
 
-    @function
+    @device_function
     def helper(value):
         return value + INNER
 
@@ -452,7 +469,7 @@ def test_the_digest_is_the_same_in_another_process():
     """Whatever the hash seed and the addresses of objects; else every process would compile."""
     program = (
         "from minihisparse.kernels.resolve_fused import fused_kernel\n"
-        "from minihisparse.kernels.resolve import resolve_one_block\n"
+        "from minihisparse.kernels.resolve_one_block import resolve_one_block\n"
         "fused = fused_kernel(num_threads=64, top_k=3, num_slots=4, record_bytes_are_16s=True,\n"
         "                     several_blocks=True, record_plan=True)\n"
         "print(fused.kernel._digest, resolve_one_block._digest)"
@@ -485,9 +502,11 @@ class FakeChip:
 
     def __init__(self, monkeypatch, cc: tuple[int, int] = (9, 0)) -> None:
         self.compiled: list[tuple[int, int]] = []
-        self.cc = cc
+        self.cc, self.capturing = cc, False
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.cc)
-        monkeypatch.setattr(device_module, "_allow_all_shared_memory", lambda ready, device: 9)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a fake")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(device_module, "_allow_all_shared_memory", lambda ready, device: 900)
         monkeypatch.setattr(Kernel, "compile", lambda kernel, cc: self.compile(kernel, cc))
         monkeypatch.setattr(device_module, "_get_kernel", self.get_kernel)
 
@@ -501,7 +520,7 @@ class FakeChip:
         return name, cubin
 
     def load(self, kernel: Kernel, index: int = 0) -> tuple:
-        return kernel._load(torch.device("cuda", index)).kernel
+        return kernel.load(torch.device("cuda", index))
 
 
 def test_a_kernel_is_compiled_once_for_all_processes(monkeypatch, capsys, own_cache):
@@ -522,6 +541,41 @@ def test_a_kernel_is_compiled_once_for_all_processes(monkeypatch, capsys, own_ca
     chip.load(made_with(5))
     assert chip.compiled == [(9, 0), (9, 0), (12, 0)]
     assert len(list(own_cache.iterdir())) == 3 and not list(own_cache.glob("*.part"))
+
+
+def test_a_loaded_kernel_is_neither_read_nor_compiled_again(monkeypatch, own_cache):
+    """Not even in a capture, where only loading is refused: it may compile, and it waits."""
+    chip, made = FakeChip(monkeypatch), made_with(5)
+    chip.capturing = True
+    with pytest.raises(RuntimeError, match="^made is not loaded yet, and a CUDA graph is being"):
+        chip.load(made)
+    assert chip.compiled == []
+    chip.capturing = False
+    loaded = chip.load(made)
+    next(own_cache.iterdir()).unlink()
+    chip.capturing = True
+    assert chip.load(made) is loaded and len(chip.compiled) == 1
+    with pytest.raises(RuntimeError, match="not loaded yet"):
+        chip.load(made, index=1)
+
+
+def test_shared_memory_is_checked_at_each_load(monkeypatch):
+    chip, made, gpu = FakeChip(monkeypatch), made_with(5), torch.device("cuda", 0)
+    message = "^made needs 901 bytes of shared memory per block, a fake has 900 left for it$"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            made.load(gpu, 901)
+        assert made.load(gpu, 900) == made.load(gpu) == chip.load(made)
+
+
+def test_a_compiler_that_is_missing(monkeypatch):
+    def find(*args, **options):
+        raise device_module.DynamicLibNotFoundError("no libnvvm")
+
+    monkeypatch.setattr(device_module.cuda, "compile_ptx", find)
+    message = r"needs NVIDIA's compiler; pip install 'minihisparse\[cuda\]' \(no libnvvm\)$"
+    with pytest.raises(RuntimeError, match=message):
+        made_with(5).compile((9, 0))
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ class CacheRig:
         self.sparse = HiSparseCache(
             host=self.host,
             max_requests=max_requests,
+            top_k=top_k,
             device_buffer_size=device_buffer_size,
             device=DEVICE,
             checked=checked,
@@ -563,7 +564,8 @@ def test_both_caches_give_the_same_bits(dtype):
         device=DEVICE,
     )
     random.Random(0).shuffle(host._free)
-    sparse = HiSparseCache(host=host, max_requests=1, device_buffer_size=6, device=DEVICE)
+    sizes = {"max_requests": 1, "top_k": 5, "device_buffer_size": 6}
+    sparse = HiSparseCache(host=host, **sizes, device=DEVICE)
     full = FullCache(
         num_layers=2,
         record_width=width,
@@ -607,7 +609,8 @@ def test_device_bytes_do_not_depend_on_length(dtype):
             dtype=dtype,
             device=DEVICE,
         )
-        sparse = HiSparseCache(host=host, max_requests=2, device_buffer_size=16, device=DEVICE)
+        options = {"max_requests": 2, "top_k": 8, "device_buffer_size": 16}
+        sparse = HiSparseCache(host=host, **options, device=DEVICE)
         full = FullCache(
             num_layers=3,
             record_width=10,
@@ -616,7 +619,9 @@ def test_device_bytes_do_not_depend_on_length(dtype):
             dtype=dtype,
             device=DEVICE,
         )
-        assert sparse.metadata_bytes == 3 * 2 * 16 * 6 + 2 * max_model_len // 8 * 4
+        tables = 3 * 2 * 16 * 6 + 2 * max_model_len // 8 * 4
+        kernel_bytes = 0 if DEVICE == CPU else 2 * 8 * 12 + 2 * 4 + 8 + 3 * 2 * 4
+        assert sparse.metadata_bytes == tables + kernel_bytes
         assert full.device_kv_bytes == 3 * 2 * max_model_len * 10 * dtype.itemsize
         before = sparse.device_kv_bytes
         prompt = torch.ones(max_model_len, 10, dtype=dtype, device=DEVICE)

@@ -18,12 +18,9 @@ from typing import NamedTuple
 import pytest
 
 from minihisparse.kernels.device import Compiled, Kernel
-from minihisparse.kernels.resolve import (
-    one_block_shared_bytes,
-    resolve_one_block,
-    resolve_one_thread,
-)
+from minihisparse.kernels.resolve import resolve_one_thread
 from minihisparse.kernels.resolve_fused import fused_kernel
+from minihisparse.kernels.resolve_one_block import one_block_shared_bytes, resolve_one_block
 
 PIP = (
     'pip install "numba-cuda==0.30.4" "cuda-toolkit[nvvm,nvrtc]==13.0.*" '

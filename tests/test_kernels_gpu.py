@@ -89,11 +89,11 @@ def test_the_largest_sizes(top_k, num_slots):
 def test_more_shared_memory_than_the_chip_has():
     sizes = {"top_k": 16_384, "num_slots": 16_384, "swap_in_block_size": 1024}
     rig = KernelRig(GPU, **sizes, num_rows=1, max_len=9, record_bytes=4)
-    message = (
-        r"^resolve_fused needs \d+ bytes of shared memory per block, .* lower --top-k or --dev"
-    )
-    with pytest.raises(ValueError, match=message):
+    message = r"resolve_fused needs \d+ bytes of shared memory per block, .* has \d+ left for it"
+    with pytest.raises(ValueError, match=f"^{message}$"):
         rig.resolve([0], [9], [[-1] * 16_384])
+    with pytest.raises(ValueError, match=f"^top_k=16384: {message}; lower --top-k$"):
+        rig.resolver.load()
 
 
 @pytest.mark.parametrize("tiles", [33, 64, 65])
@@ -260,6 +260,26 @@ def test_vector_11_graph_replay(run):
         assert_same_memory(eager, graphed)
         graphed.answer.forgive()
         graphed.answer.check("after a replay")  # its fences
+
+
+def test_what_a_capture_refuses():
+    """Checked calls, which wait; nothing is changed. After `load`, no launch is needed before."""
+    rig = KernelRig(GPU, checked=True, top_k=7, num_slots=11)
+    batch = [ints([[0] * 7]), ints([9]), ints([1], torch.int64), ints([1])]
+    batch = [tensor.to(GPU) for tensor in batch]
+    with pytest.raises(RuntimeError, match="checked waits for the kernel, which a CUDA graph"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            batch[0].add_(0)
+            rig.resolver.resolve(*batch, **rig.arguments())
+    rig.check()
+    rig = KernelRig(GPU, top_k=7, num_slots=13, blocks_per_request=2)
+    rig.resolver.load()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        answer = rig.resolver.resolve(*batch, **rig.arguments())
+    rig.check()
+    graph.replay()
+    assert answer.tolist() == [[0] * 7]
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 8])

@@ -20,8 +20,9 @@ from kernel_rig import CPU, GARBAGE, INT32_MAX, KernelRig, ints, random_walk, sc
 from minihisparse.host_store import free_host_bytes
 from minihisparse.kernels import device as device_module
 from minihisparse.kernels import simulator
-from minihisparse.kernels.resolve import resolve_one_block, resolve_one_thread
+from minihisparse.kernels.resolve import resolve_one_thread
 from minihisparse.kernels.resolve_fused import fused_kernel
+from minihisparse.kernels.resolve_one_block import resolve_one_block
 from minihisparse.kernels.resolver import Resolver
 
 VERSIONS = {
@@ -191,6 +192,14 @@ def test_positions_out_of_range(device, version, bad, num_slots):
         assert slots == [-1, -1, -1] and rig.state(1) == before
     else:
         assert slots == [3, -1, 4 if num_slots == 4 else 8]
+
+
+@every_version
+def test_a_slot_that_claims_the_newest_position_is_no_hit(device, version):
+    """It is in slot B and nowhere else, whatever a table says: nothing else would be written."""
+    rig = holding(device, version, 8, 1, 2, 3)
+    assert rig.resolve([1], [9], [[8, 1, 5]]) == [[4, 1, 0]]
+    assert rig.state(1) == ([5, 1, 2, 3], [2, 3, 0, 1])
 
 
 @every_version
@@ -524,8 +533,8 @@ def test_fused_equals_the_oracle(device, drawn):
 def test_any_order_of_threads_and_blocks(seed, blocks, resident_blocks):
     """Always simulated. A race, or a block that waits for one that has not started, shows here.
 
-    Two warps, one or three blocks per request, two requests and a padded row; hits, misses, repeated
-    ones, empty slots, and a resident request.
+    Two warps, one or three blocks per request, two requests and a padded row; hits, misses,
+    repeated ones, empty slots, and a resident request.
     """
     rig = KernelRig(
         CPU,
@@ -675,7 +684,9 @@ def make_resolver(**changes) -> Resolver:
             "swap_in_block_size=32: a thread can have 64 positions, so top_k=2049 needs more th",
         ),
         ({"swap_in_block_size": -32}, "swap_in_block_size=-32: must be a multiple of 32"),
-        ({"blocks_per_request": 0}, "blocks_per_request=0 is less than 1"),
+        ({"blocks_per_request": 0}, "blocks_per_request=0: must be in 1..1024"),
+        ({"blocks_per_request": 1025}, "blocks_per_request=1025: must be in 1..1024"),
+        ({"page_size": 0}, "page_size=0 is less than 1"),
         ({"rung": "warp"}, "rung 'warp' is not one of: one_thread, one_block, fused"),
         (
             {"rung": "one_block", "skip_io": True},

@@ -22,8 +22,8 @@ from greenlet import greenlet
 from minihisparse.kernels import device, simulator
 from minihisparse.kernels.device import (
     cuda,
+    device_function,
     fetch_inc_wrap,
-    function,
     int16,
     int32,
     int64,
@@ -707,7 +707,7 @@ def plus_lane(value):
     return value + cuda.laneid
 
 
-@function
+@device_function
 def times_one(value):
     return cuda.popc(1) * value
 
@@ -719,12 +719,12 @@ def warp_sum(value):
     return plus_lane(value)
 
 
-@function
+@device_function
 def is_even(n):
     return True if n == 0 else is_odd(n - 1)
 
 
-@function
+@device_function
 def is_odd(n):
     return False if n == 0 else is_even(n - 1)
 
@@ -997,12 +997,12 @@ def test_two_warp_collectives_that_are_not_the_same(seed):
     assert f":{line(kernel, '(ALL, 1)')} in" in text and f":{line(kernel, '(ALL, 0)')} in" in text
 
 
-@function
+@device_function
 def barrier():
     cuda.syncthreads()
 
 
-@function
+@device_function
 def same_barrier():
     cuda.syncthreads()
 
@@ -1108,7 +1108,7 @@ class Odd(Exception):
 @pytest.mark.parametrize("kind", [ValueError, KeyError, Odd])
 @every_seed
 def test_an_exception_says_where_and_keeps_type_and_traceback(kind, seed):
-    @function
+    @device_function
     def checked(t):
         if t == 7:
             raise kind("number", "reason")

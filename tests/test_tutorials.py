@@ -238,7 +238,9 @@ def test_resolve_rung_by_rung(run, capsys):
         Fetch(20, slot=0, evicted=5),
     ]
     out = capsys.readouterr().out
-    assert re.search(r"hangs, \d blocks cannot start(.*\n){1,2}.*while load_acquire\(ready\)", out)
+    assert re.search(
+        r"hangs, \d blocks cannot start(.*\n){1,2}.*while load_acquire\(ready_at\)", out
+    )
     assert re.search(r"barrier 1: wrong in 0 of .*\nbarrier 0: wrong in [1-9]", out)
 
 

@@ -18,23 +18,23 @@ from torch import Tensor
 from minihisparse.kernels import simulator
 from minihisparse.kernels.device import (
     cuda,
+    device_function,
     fetch_inc_wrap,
-    function,
     int32,
     load_acquire,
     store_release,
 )
-from minihisparse.kernels.resolve import (
+from minihisparse.kernels.resolve import resolve_oracle
+from minihisparse.kernels.resolve_fused import ALL_LANES, MISS, TICKET
+from minihisparse.kernels.resolve_one_block import (
     EMPTY,
     NOT_FOUND,
     hash_of,
     lookup,
     one_block_table_bits,
-    resolve_oracle,
     share,
     sum_below,
 )
-from minihisparse.kernels.resolve_fused import ALL_LANES, MISS, TICKET
 from minihisparse.kernels.resolver import Resolver
 
 # %% [markdown]
@@ -181,7 +181,7 @@ BITS = one_block_table_bits(K)
 TABLE = 1 << BITS  # entries
 
 
-@function  # for the GPU; the simulator takes the plain function
+@device_function  # for the GPU; the simulator takes the plain function
 def enter_selection(positions, shared, first):
     for i in range(cuda.threadIdx.x, positions.shape[0], cuda.blockDim.x):
         p = positions[i]
@@ -208,7 +208,7 @@ show("first", ["." if x == K else x for x in first.tolist()])
 
 
 # %%
-@function
+@device_function
 def find_hits(tokens, shared, found, hit):
     for slot in range(cuda.threadIdx.x, tokens.shape[0], cuda.blockDim.x):
         e = lookup(shared, BITS, tokens[slot])
@@ -234,7 +234,7 @@ assert [slot for slot in range(B) if hit[slot]] == [*fate]
 
 
 # %%
-@function
+@device_function
 def rank_flags(flags, counts, ranks):
     begin, end = share(flags.shape[0], cuda.threadIdx.x, cuda.blockDim.x)
     count = 0
@@ -311,7 +311,7 @@ assert agrees("one_block", call, before, [answer], after)
 
 
 # %%
-@function
+@device_function
 def stage_2(positions, tokens, shared, first, found, hit, barrier):
     enter_selection(positions, shared, first)
     if barrier:
@@ -348,7 +348,7 @@ show("with race", next(iter(wrong[0].values())))
 
 
 # %%
-@function
+@device_function
 def rank_by_vote(rest, missed, ranks, words):
     lane, below = cuda.threadIdx.x, cuda.lanemask_lt()
     rest_bits = cuda.ballot_sync(ALL_LANES, lane < B and rest[lane] == 1)
@@ -381,7 +381,7 @@ assert torch.equal(ranks, rest_rank) and words[2] == num_rest + (num_misses << 1
 
 
 # %%
-@function
+@device_function
 def write_hits(tokens, table):
     slot = cuda.threadIdx.x
     found_at = lookup(table, BITS, tokens[slot])
@@ -390,7 +390,7 @@ def write_hits(tokens, table):
         table[found_at] = -2 - slot
 
 
-@function
+@device_function
 def write_misses(entry_of, table):
     lane, below = cuda.threadIdx.x, cuda.lanemask_lt()
     miss = lane < K and entry_of[lane] >= 0 and table[entry_of[lane]] >= 0
@@ -420,37 +420,37 @@ assert {*map(meaning, table.tolist())} == {".", "s1", "s4", "m0", "m1", "m2"}
 # One block cannot keep the bus busy. If several copy, who plans? Each takes a *ticket*, the next
 # number, in one atomic step: ticket 0 plans, the others wait for the plan and help to copy. Blocks
 # have no shared memory in common, so the plan lies in the GPU's main memory, and `handover` too,
-# three words: `ticket`, the next one; `ready`, 0 or the plan's length + 1; `taken`, how many
-# helpers have the plan: the last one sets `ready` back to 0 for the next launch. `ready` is written
+# three words: the next ticket; ready, 0 or the plan's length + 1; taken, how many
+# helpers have the plan: the last one sets ready back to 0 for the next launch. Ready is written
 # with `store_release` and read with `load_acquire`: who sees it set sees all that was written
 # before. (The simulator cannot test this: its stores are seen at once.) `ticketed` and `cleared`
 # are 1 in a right launch.
 
 
 # %%
-@function
+@device_function
 def plan_and_help(handover, launch, plan, copied, blocks, ticketed, cleared):
-    ticket, ready, taken = handover, handover + 4, handover + 8  # addresses, in bytes
-    block = cuda.shared.array(4, int32)  # in shared memory: what one thread tells the others
+    ticket_at, ready_at, taken_at = handover, handover + 4, handover + 8
+    words = cuda.shared.array(4, int32)  # `shared_words` in the file
     tid, num_threads = cuda.threadIdx.x, cuda.blockDim.x
     if tid == 0:  # the next ticket goes 0, 1, ..., blocks - 1, 0, ...
-        block[TICKET] = fetch_inc_wrap(ticket, blocks - 1) if ticketed else cuda.blockIdx.x
+        words[TICKET] = fetch_inc_wrap(ticket_at, blocks - 1) if ticketed else cuda.blockIdx.x
     cuda.syncthreads()
-    if block[TICKET] == 0:
+    part = words[TICKET]
+    if part == 0:
         for m in range(tid, plan.shape[0], num_threads):
             cuda.nanosleep(100)  # stands for the stages above
             plan[m] = launch
-        cuda.syncthreads()
-        if tid == 0:
-            store_release(ready, plan.shape[0] + 1)
-    else:
-        if tid == 0:
-            while load_acquire(ready) == 0:
-                pass
-            if fetch_inc_wrap(taken, blocks - 2) == blocks - 2 and cleared:
-                store_release(ready, 0)
-        cuda.syncthreads()
-    for m in range(block[TICKET] * num_threads + tid, plan.shape[0], blocks * num_threads):
+    cuda.syncthreads()
+    if tid == 0 and part == 0:
+        store_release(ready_at, plan.shape[0] + 1)
+    if tid == 0 and part != 0:
+        while load_acquire(ready_at) == 0:
+            pass
+        if fetch_inc_wrap(taken_at, blocks - 2) == blocks - 2 and cleared:
+            store_release(ready_at, 0)
+    cuda.syncthreads()
+    for m in range(part * num_threads + tid, plan.shape[0], blocks * num_threads):
         copied[0, m] = cuda.blockIdx.x
         copied[1, m] = plan[m]
 
@@ -529,7 +529,7 @@ print("chapter 4: all asserts hold")
 # 1. `cuda.shfl_up_sync(ALL_LANES, x, n)` gives each lane the `x` of the lane `n` below it (the
 #    lowest `n` lanes get their own). With it, write a kernel for one warp that leaves in each lane
 #    the sum of all lanes below it: in five steps, not 31, and without memory in between.
-# 2. In `plan_and_help`, suppose that nobody sets `ready` back to 0 (`cleared = 0`). The first
+# 2. In `plan_and_help`, suppose that nobody sets ready back to 0 (`cleared = 0`). The first
 #    launch is right. What happens in the second, and does it always?
 
 # %% [markdown]
@@ -537,12 +537,12 @@ print("chapter 4: all asserts hold")
 #
 # 1. After steps of 1, 2, 4, 8 and 16 each lane has the sum up to its own value; less that value, it
 #    is the sum below. A lane that has nobody `n` below it must not add.
-# 2. The helpers find `ready` set and do not wait. If they overtake the planner, they copy by the
+# 2. The helpers find ready set and do not wait. If they overtake the planner, they copy by the
 #    plan of the launch before: sometimes the wrong records are fetched, and nothing says so.
 
 
 # %%
-@function
+@device_function
 def warp_sums(values, sums):
     lane, n = cuda.threadIdx.x, 1
     total = values[lane]
