@@ -215,7 +215,7 @@ class Kernel:
                 )
             linker = core.Linker(core.ObjectCode.from_ptx(ptx.encode()), options=options)
             cubin = linker.link("cubin").code
-        except DynamicLibNotFoundError as error:
+        except (DynamicLibNotFoundError, ValueError) as error:  # ValueError: no nvJitLink
             raise RuntimeError(
                 "compiling kernels needs NVIDIA's compiler; pip install 'minihisparse[cuda]' "
                 f"({error})"

@@ -136,10 +136,23 @@ def fused_kernel(
             if tid == 0:
                 shared_words[TICKET] = fetch_inc_wrap(ticket_at, blocks_per_request - 1)
 
+        refused = 0
+        if CHECKED:
+            # Each block looks at every request: if one is wrong, nobody's state changes.
+            bad = False
+            for r in range(min(num_requests, num_real_reqs[0])):
+                for i in range(tid, top_k, THREADS):
+                    if positions[r, i] < -1 or positions[r, i] >= seq_lens[r]:
+                        bad = True
+                        cuda.atomic.min(error, 0, r * top_k + i)
+            refused = cuda.syncthreads_or(int32(bad))
+
         # ---- loads that depend on nothing else, all under way before the first is used
         row, seq_len = req_pool_indices[request], int64(seq_lens[request])
         if request >= num_real_reqs[0]:
             row, seq_len = int64(0), int64(0)  # what padding says is not to be trusted
+        if refused:
+            seq_len = int64(0)  # answered like padding
         for j in range(K_TILES):
             i = (warp * K_TILES + j) * 32 + lane
             p_of[j] = positions[request, i] if i < top_k else -1
@@ -161,16 +174,6 @@ def fused_kernel(
             part = int64(shared_words[TICKET])
         num_misses = int64(0)
         if part == 0:
-            if CHECKED:
-                # Each block looks at every request: if one is wrong, nobody's state changes.
-                bad = False
-                for r in range(min(num_requests, num_real_reqs[0])):
-                    for i in range(tid, top_k, THREADS):
-                        if positions[r, i] < -1 or positions[r, i] >= seq_lens[r]:
-                            bad = True
-                            cuda.atomic.min(error, 0, r * top_k + i)
-                if cuda.syncthreads_or(int32(bad)):
-                    seq_len = int64(0)  # answered like padding
             newest = seq_len - 1
             num_readable = int64(0)
             for j in range(K_TILES):

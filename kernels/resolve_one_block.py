@@ -58,8 +58,8 @@ def resolve_one_block(
     table_bits: int64,  # one_block_table_bits(K)
 ):
     """The five stages, in the paper's order: fast path, hits, LRU order, misses, copy."""
-    request, tid, num_threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
-    top_k = positions.shape[1]
+    request, tid = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+    num_threads, top_k = int64(cuda.blockDim.x), positions.shape[1]
     row, seq_len = req_pool_indices[request], int64(seq_lens[request])
     if request >= num_real_reqs[0]:
         seq_len = int64(0)
@@ -197,7 +197,6 @@ def share(length, tid, num_threads):
 def sum_below(shared, counts, count):
     """The sum of `count` over the threads before this one; the sum of all is left at the end."""
     tid, num_threads = cuda.threadIdx.x, cuda.blockDim.x
-    cuda.syncthreads()  # whoever still reads the sums of the call before
     shared[counts + tid] = count
     cuda.syncthreads()
     if tid == 0:

@@ -138,13 +138,22 @@ class Resolver:
         Raises RuntimeError if the GPU cannot run them, ValueError if its shared memory is too
         small for them.
         """
-        device = self.req_to_host_pool.device
-        for several_blocks in (False, True):
-            fused = self._fused(self.record_bytes % 16 == 0, several_blocks)
+        if self.rung == "one_thread":
+            kernels = [(resolve_one_thread, 0)]
+        elif self.rung == "one_block":
+            kernels = [(resolve_one_block, self._one_block_shared_bytes(self.device_buffer_size))]
+        else:
+            kernels = [
+                self._fused(self.record_bytes % 16 == 0, several) for several in (False, True)
+            ]
+        for kernel, shared_bytes in kernels:
             try:
-                fused.kernel.load(device, fused.shared_bytes)
+                kernel.load(self.req_to_host_pool.device, shared_bytes)
             except ValueError as error:
                 raise ValueError(f"top_k={self.top_k}: {error}; lower --top-k") from None
+
+    def _one_block_shared_bytes(self, num_slots: int) -> int:
+        return one_block_shared_bytes(self.top_k, num_slots, self.num_threads)
 
     def _fused(self, record_bytes_are_16s: bool, several_blocks: bool) -> FusedKernel:
         return fused_kernel(
@@ -202,7 +211,7 @@ class Resolver:
             "device_buffer_tokens": (device_buffer_tokens, (rows, max(width, num_slots))),
             "lru_slots": (lru_slots, (rows, width)),
             "records": (records, (rows, num_slots + 1, records.shape[-1])),
-            "host_records": (host_records, (len(host_records), records.shape[-1])),
+            "host_records": (host_records, (len(host_records), host_records.shape[-1])),
             "counters": (counters, (3,)),
         }
         self._check(num_requests, num_slots, shapes)
@@ -277,6 +286,8 @@ class Resolver:
                 "from top_k to device_buffer_size"
             )
         for name, (tensor, shape) in shapes.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} is {tuple(tensor.shape)}, expected {shape}")
         for name in ("records", "host_records"):

@@ -10,14 +10,27 @@ full matrix of switches is compiled for sm_90, a few of them for every chip.
 import importlib.util
 import re
 import subprocess
+import threading
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from numba.cuda import dispatcher
 
-from minihisparse.kernels.device import Compiled, Kernel
+from minihisparse.kernels.device import (
+    DEVICE_ADDRESS,
+    Compiled,
+    Kernel,
+    int32,
+    int64,
+    kernel,
+    ld4,
+    st4,
+    uint32,
+)
 from minihisparse.kernels.resolve import resolve_one_thread
 from minihisparse.kernels.resolve_fused import fused_kernel
 from minihisparse.kernels.resolve_one_block import one_block_shared_bytes, resolve_one_block
@@ -114,10 +127,9 @@ def compiled(cc: tuple[int, int], rung: str, words: str, sizes: tuple) -> tuple[
 
 def missing_wheel(error: Exception) -> bool:
     """libNVVM, NVRTC or nvJitLink could not be loaded: no fault of the kernel."""
-    names = r"ImportError|ModuleNotFoundError|NvvmSupportError|DynamicLibNotFoundError|OSError"
-    kinds = [kind.__name__ for kind in type(error).__mro__]
-    wanted = re.search(r"nvvm|nvrtc|nvjitlink|cuda\.core|cuda-core", str(error), re.IGNORECASE)
-    return bool(wanted) and any(re.fullmatch(names, kind) for kind in kinds)
+    # Without nvJitLink, cuda.core turns to the driver, which has no options for ptxas.
+    wanted = "needs NVIDIA's compiler|cuda.core is not installed|not supported by the driver API"
+    return re.search(wanted, str(error)) is not None
 
 
 def machine_code(cubin: bytes, folder: Path) -> str:
@@ -157,11 +169,7 @@ every_case = pytest.mark.parametrize("cc, rung, words, sizes", CASES, ids=name_o
 
 @every_case
 def test_registers_and_memory(cc, rung, words, sizes):
-    """No float64, nothing in local memory, and a block fits on the chip.
-
-    On sm_90 no register spills. With 1024 threads a thread has 64, which is just too few on some
-    other chips: several blocks on sm_75 and sm_80, one_block on sm_120.
-    """
+    """No float64, no register spilled, nothing in local memory, and a block fits on the chip."""
     case, code = compiled(cc, rung, words, sizes)
     registers = number(r"Used (\d+) registers", code.log)
     static = sum(map(int, re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", code.ptx)))
@@ -171,11 +179,8 @@ def test_registers_and_memory(cc, rung, words, sizes):
         f"cubin {len(code.cubin)} bytes",
         end="",
     )
-    spilled = spilled_bytes(code)
-    print(f", {spilled} bytes spilled" if spilled else "", end="")
-    assert spilled <= (0 if cc == (9, 0) else 32)
-    # What is on the stack is what spilled: no array of the kernel's own is there.
-    assert number(r"(\d+) bytes stack frame", code.log) <= spilled
+    assert spilled_bytes(code) == 0
+    assert number(r"(\d+) bytes stack frame", code.log) == 0
     assert registers * case.num_threads <= REGISTERS
     assert static + case.shared_bytes <= SHARED_BYTES[cc]
     assert static <= 48 * 1024
@@ -224,8 +229,56 @@ def test_the_largest_sizes_compile_and_spill_a_little():
     assert registers * case.num_threads <= REGISTERS and spilled < 2048
 
 
-def test_compiling_says_which_wheels_are_missing(monkeypatch):
-    """The reason of a skip, and not every error is one."""
-    assert missing_wheel(ImportError("cuda.core is not installed"))
-    assert not missing_wheel(ImportError("no module named resolve"))
+def test_a_missing_compiler_is_told_from_a_broken_kernel():
+    assert missing_wheel(RuntimeError("compiling kernels needs NVIDIA's compiler; pip install x"))
+    assert missing_wheel(ValueError("ptxas_options option is not supported by the driver API"))
     assert not missing_wheel(TypeError("nvvm: invalid operand"))
+    assert not missing_wheel(RuntimeError("the driver does not take the kernel"))
+
+
+@kernel(max_threads=32)
+def add_up(address: DEVICE_ADDRESS, out: int32[::1], times: int64):
+    total = int64(0)
+    for _ in range(times):
+        total += ld4(address)
+        st4(address, uint32(total))
+    out[0] = total
+
+
+@pytest.mark.parametrize("cc", SHARED_BYTES)
+def test_a_load_stays_in_its_loop(cc):
+    """ld4 reads what st4 has written before; the compiler must not know better."""
+    values, out = torch.tensor([3], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    add_up.launch(1, 1, values, out, 4)
+    assert out.item() == 3 * 2**3 and values.item() == out.item()
+    try:
+        ptx = add_up.compile(cc).ptx
+    except Exception as error:
+        if missing_wheel(error):
+            pytest.skip(f"{type(error).__name__}: {error}; {PIP}")
+        raise
+    blocks = re.split(r"^\$L__BB\w+:", ptx, flags=re.MULTILINE)  # each is entered at its top only
+    looped = [block for block in blocks if re.search(r"bra\s+\$L__BB", block.rsplit(";", 2)[-2])]
+    accesses = [re.findall(r"(ld|st)\.global\.u32", block) for block in looped]
+    accesses = [some for some in accesses if "st" in some]
+    assert accesses and all(some == ["ld", "st"] * (len(some) // 2) for some in accesses), ptx
+
+
+def test_threads_that_compile_at_once_leave_numba_as_it_was():
+    """Numba is told which chip to compile for by a function of its own that is exchanged."""
+    before = dispatcher.get_current_device
+    outcomes = []
+
+    def compile_for(cc: tuple[int, int]) -> None:
+        try:
+            outcomes.append(f".target sm_{cc[0]}{cc[1]}" in add_up.compile(cc).ptx)
+        except Exception as error:
+            outcomes.append(missing_wheel(error))
+
+    threads = [threading.Thread(target=compile_for, args=(cc,)) for cc in SHARED_BYTES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [True] * len(SHARED_BYTES)
+    assert dispatcher.get_current_device is before

@@ -124,6 +124,9 @@ def test_vector_6_padded_rows(device, version):
     slots = rig.resolve([1, 1, 1], [51, 51, 51], [[9, 50, 0]] * 3, num_real=1)
     assert slots == [[3, 4, 0], [-1] * 3, [-1] * 3]
     assert rig.resolve([1, 0, 2], [0, 9, 50], [[1, 2, 3]] * 3, num_real=0) == [[-1] * 3] * 3
+    # Nothing that a padded row says is used, not even its request row.
+    slots = rig.resolve([1, -1, GARBAGE], [51, 40, 0], [[9, 50, 0], *padding], num_real=1)
+    assert slots == [[3, 4, 0], [-1] * 3, [-1] * 3]
 
 
 @every_version
