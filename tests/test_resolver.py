@@ -758,7 +758,9 @@ def arguments(**changes) -> dict:
             "records: 12 bytes per record, expected 16",
         ),
         ({"records": torch.zeros(2, 5, 8)[:, :, ::2]}, ValueError, "records must be contiguous"),
-        ({"host_records": torch.zeros(64, 2)}, ValueError, r"host_records is \(64, 2\), expected"),
+        ({"records": torch.zeros(2, 5, 3)}, ValueError, "^records: 12 bytes per record, expected"),
+        ({"host_records": torch.zeros(64, 2)}, ValueError, "^host_records: 8 bytes per record"),
+        ({"num_real_reqs": 2}, TypeError, "num_real_reqs must be a tensor, got int"),
         (
             {"host_records": torch.zeros(64, 4).half()},
             ValueError,
