@@ -131,7 +131,7 @@ class Kernel:
         with torch.cuda.device(device):  # the default stream is that of the current device
             ready = self.load(device, shared_bytes)
             config = _launch_config(grid, block, shared_bytes)
-            stream = _core_stream(torch.cuda.current_stream(device).cuda_stream)
+            stream = _core_stream(device.index, torch.cuda.current_stream(device).cuda_stream)
             _cuda_core().launch(stream, config, ready, *flat)
 
     def load(self, device: torch.device, shared_bytes: int = 0) -> Any:
@@ -332,7 +332,7 @@ def _cuda_core():
 
 
 @cache
-def _core_stream(handle: int):
+def _core_stream(device_index: int, handle: int):  # every GPU has a default stream of handle 0
     return _cuda_core().Stream.from_handle(handle)
 
 

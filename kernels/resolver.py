@@ -135,9 +135,12 @@ class Resolver:
     def load(self) -> None:
         """Compiles or loads the kernels that `resolve` may launch: on a GPU, before any graph.
 
+        On a CPU they are simulated, and there is nothing to do.
         Raises RuntimeError if the GPU cannot run them, ValueError if its shared memory is too
         small for them.
         """
+        if self.req_to_host_pool.device.type == "cpu":
+            return
         if self.rung == "one_thread":
             kernels = [(resolve_one_thread, 0)]
         elif self.rung == "one_block":
@@ -237,15 +240,13 @@ class Resolver:
             blocks = -(-num_requests // 32)
             resolve_one_thread.launch(blocks, 32, *common, self._scratch)
         elif self.rung == "one_block":
-            bits = one_block_table_bits(self.top_k)
-            shared_bytes = one_block_shared_bytes(self.top_k, num_slots, self.num_threads)
             resolve_one_block.launch(
                 num_requests,
                 self.num_threads,
                 *common,
                 self._scratch,
-                bits,
-                shared_bytes=shared_bytes,
+                one_block_table_bits(self.top_k),
+                shared_bytes=self._one_block_shared_bytes(num_slots),
             )
         else:
             blocks = self._blocks_per_request(num_requests)

@@ -151,7 +151,9 @@ def _add_engine_flags(parser: argparse.ArgumentParser, model_required: bool) -> 
     group.add_argument("--host-to-device-ratio", type=float, help="host pool over device slots")
     group.add_argument("--page-size", type=int, help="tokens per page (16)")
     group.add_argument(
-        "--swap-in-block-size", type=int, help="threads per block of the Resolve kernel (by B)"
+        "--swap-in-block-size",
+        type=int,
+        help="threads per block of the Resolve kernel (one per slot, at most 1024)",
     )
 
 
@@ -206,7 +208,8 @@ def _add_resolve_flags(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("kernel")
     group.add_argument("--rungs", default="fused", help="one_thread, one_block, fused; a list")
-    group.add_argument("--swap-in-block-size", type=int, help="threads per block (by B)")
+    threads = "threads per block (one per slot, at most 1024)"
+    group.add_argument("--swap-in-block-size", type=int, help=threads)
     group.add_argument("--blocks-per-request", type=int, help="that copy; default: by the batch")
     parser.add_argument("--num-iters", type=int, default=20, help="pairs of replays per point")
     parser.add_argument("--plot", metavar="DIR", help="figures, and their data as JSON, go there")

@@ -883,3 +883,12 @@ def test_kernels_say_what_they_are_handed():
         for count in (1, len(kernel.parameters) - 1, len(kernel.parameters) + 1):
             with pytest.raises(TypeError, match=f"{takes}{count}$"):
                 kernel.launch(1, 32, *[ints([[1]])] * count)
+
+
+@pytest.mark.parametrize("rung", ["one_thread", "one_block", "fused"])
+def test_loading_before_the_first_call(device, rung):
+    """Simulated, there is nothing to load; on a GPU, a graph can then be captured at once."""
+    rig = KernelRig(device, rung=rung)
+    rig.resolver.load()
+    rig.random_state(1, 50)
+    rig.resolve([1], [50], [[3, 49, 17]])
