@@ -24,13 +24,13 @@ While S <= B every position p sits in slot p: Resolve answers p and changes noth
 
 The ladder. Every rung answers the same to the bit, in every table and every copied byte, and each
 adds one idea. Microseconds per call at K = 2048, B = 4096, records of 1152 bytes, one request with
-256 misses, on one H200 (PCIe 5), 2026-11-29; BENCHMARKS.md has the gain of each part of the last:
+256 misses, on one H200 (PCIe 5), 2026-11-30; BENCHMARKS.md has the gain of each part of the last:
 
     oracle        in Python, below: meant to be obviously right, never clever                  -
     one thread    the oracle as a kernel, a thread per request, below; it searches each
                   position in all slots, one after the other                             551,000
     one block     `resolve_one_block.py`: many threads search at once, in a hash table;
-                  a slot's place comes from sums; one warp copies a record                   118
+                  a slot's place comes from sums; one warp copies a record                   120
     fused         `resolve_fused.py`: votes instead of sums in memory, a sparse table of
                   keys alone, all in registers, blocks that help to copy, many reads of
                   the host under way (`copy_records.py`)                                      18
