@@ -39,23 +39,34 @@ from llvmlite import ir
 from numba import cuda
 from numba.cuda import dispatcher, types
 from numba.cuda.extending import intrinsic
-from numba.cuda.types import int16, int32, int64, uint32
+from numba.cuda.types import float32, int16, int32, int64, uint32
 from torch import Tensor
 
 if cuda.implementation != "NVIDIA":
     raise ImportError("numba.cuda is Numba's own, not numba-cuda's; pip install numba-cuda==0.30.4")
 
-__all__ = ["Address", "cuda", "device_function", "int16", "int32", "int64", "kernel", "uint32"]
+__all__ = [
+    "Address",
+    "cuda",
+    "device_function",
+    "float32",
+    "int16",
+    "int32",
+    "int64",
+    "kernel",
+    "uint32",
+]
 
 MIN_COMPUTE_CAPABILITY = (7, 5)  # the oldest that CUDA 13 compiles for
 COMPILERS = ("numba", "numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")
 LOCK = threading.RLock()  # Numba compiles for one chip at a time
-DTYPES = {int16: torch.int16, int32: torch.int32, int64: torch.int64}
+DTYPES = {int16: torch.int16, int32: torch.int32, int64: torch.int64, float32: torch.float32}
 
 
 class Address(NamedTuple):
     """Annotates a parameter that is the address of a tensor of any dtype: an int64 in the kernel.
 
+    The tensor's rows (along its first dimension) must be contiguous, but may lie apart.
     host: the tensor lies in pinned host memory, which kernels reach over the bus, not on the GPU.
     """
 
@@ -103,7 +114,7 @@ class Kernel:
     def launch(self, grid: int, block: int, *args: Any, shared_bytes: int = 0) -> None:
         """Runs `grid` blocks of `block` threads, with `shared_bytes` of dynamic shared memory.
 
-        args: a contiguous tensor for each array and Address parameter, an int for each int64.
+        args: a contiguous tensor for each array, a tensor for each Address, an int for each int64.
         Raises TypeError or ValueError, before anything runs, for an argument that does not fit.
         """
         device = self._device_of(args)
@@ -115,7 +126,7 @@ class Kernel:
         if device.type == "cpu":
             from minihisparse.kernels import simulator
 
-            memory = [arg for arg in args if isinstance(arg, Tensor)]
+            memory = [_whole(arg) for arg in args if isinstance(arg, Tensor)]
             simulator.run(
                 self.py_func, grid, block, values, memory=memory, shared_bytes=shared_bytes
             )
@@ -178,7 +189,8 @@ class Kernel:
                 continue
             if not isinstance(arg, Tensor):
                 raise TypeError(f"{what} must be a tensor, got {type(arg).__name__}")
-            if not arg.is_contiguous():
+            by_rows = isinstance(kind, Address) and arg.ndim > 1 and len(arg) > 0
+            if not (arg[0] if by_rows else arg).is_contiguous():
                 raise ValueError(f"{what} must be contiguous, got strides {arg.stride()}")
             if isinstance(kind, Address) and kind.host:
                 if arg.device.type != "cpu":
@@ -253,6 +265,15 @@ class Kernel:
         parts += [str(self.max_threads), repr(_made_from(self.py_func))]
         parts += [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All memory from a tensor's first number to its last, also what lies between its rows."""
+    if tensor.is_contiguous():
+        return tensor
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    size = 1 + sum((count - 1) * stride for count, stride in extents)
+    return tensor.as_strided((size,), (1,))
 
 
 def _version(package: str) -> str:
@@ -432,3 +453,31 @@ def fetch_inc_wrap(typing_context, address, last):
         return builder.call(ir.InlineAsm(kind, text, "=r,l,r,~{memory}", side_effect=True), args)
 
     return int32(int64, int32), code
+
+
+# ---- floats: in words, as they lie in memory, and what is quicker than the math library ----
+
+
+def _instruction(ptx: str, result: Any, argument: Any, constraints: str) -> Any:
+    """An instruction from one register to another, without effect on memory."""
+    kinds = {float32: ir.FloatType(), uint32: I32}
+
+    @intrinsic
+    def run(typing_context, value):
+        def code(context, builder, signature, args):
+            kind = ir.FunctionType(kinds[result], [kinds[argument]])
+            return builder.call(ir.InlineAsm(kind, ptx, constraints), args)
+
+        return result(argument), code
+
+    return run
+
+
+HALF_TO_FLOAT = "{.reg .b16 h, unused; mov.b32 {h, unused}, $1; cvt.f32.f16 $0, h;}"
+FLOAT_TO_HALF = "{.reg .b16 h; cvt.rn.f16.f32 h, $1; mov.b32 $0, {h, 0};}"
+float_of_bits = _instruction("mov.b32 $0, $1;", float32, uint32, "=f,r")
+bits_of_float = _instruction("mov.b32 $0, $1;", uint32, float32, "=r,f")
+float_of_half = _instruction(HALF_TO_FLOAT, float32, uint32, "=f,r")  # of the lower 16 bits
+half_of_float = _instruction(FLOAT_TO_HALF, uint32, float32, "=r,f")  # to nearest even
+exp2 = _instruction("ex2.approx.ftz.f32 $0, $1;", float32, float32, "=f,f")  # 2 ulp; -inf gives 0
+rsqrt = _instruction("rsqrt.approx.ftz.f32 $0, $1;", float32, float32, "=f,f")

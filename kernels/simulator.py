@@ -19,11 +19,14 @@ It deliberately does not know what a kernel does, whether Numba can compile it, 
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
+import struct
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -234,6 +237,18 @@ class SimulatedCuda:
 # ---- what kernels find in place of device.py's instructions ----
 
 
+def _convert(old: str, new: str, value: Any) -> Any:
+    """The same four bytes as another type."""
+    if old == "f":  # struct refuses what float32 cannot hold
+        value = float(np.float32(value))
+    return struct.unpack(new, struct.pack(old, value))[0]
+
+
+def _half(value: float) -> np.float16:
+    with np.errstate(over="ignore"):
+        return np.float16(np.float32(value))
+
+
 TWINS = {
     device.ld16: Addressed.load4,
     device.ld16_host: Addressed.load4,
@@ -244,4 +259,10 @@ TWINS = {
     device.load_acquire: Addressed.load_acquire,
     device.store_release: Addressed.store_release,
     device.fetch_inc_wrap: Addressed.fetch_inc_wrap,
+    device.float_of_bits: lambda _, bits: _convert("I", "f", bits),
+    device.bits_of_float: lambda _, value: _convert("f", "I", value),
+    device.float_of_half: lambda _, bits: float(np.uint16(bits & 0xFFFF).view(np.float16)),
+    device.half_of_float: lambda _, value: int(_half(value).view(np.uint16)),
+    device.exp2: lambda _, value: math.inf if value >= 128 else 2.0**value,
+    device.rsqrt: lambda _, value: value**-0.5 if value else math.inf,
 }

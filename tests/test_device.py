@@ -340,6 +340,17 @@ def test_an_address_may_be_of_any_dtype_but_must_be_contiguous(device):
         move_4.launch(1, 32, source, host, target[::2], 4)
 
 
+def test_the_rows_of_an_address_may_lie_apart(device):
+    wide = torch.arange(24, dtype=torch.int32, device=device).view(4, 6)
+    host = torch.zeros(8, dtype=torch.int32)
+    host = host.pin_memory() if device.type == "cuda" else host
+    target = torch.zeros(16, dtype=torch.int32, device=device)
+    move_4.launch(1, 32, wide[:, 2:5], host, target, 4)  # from the middle of the first row
+    assert target[0] == 2
+    with pytest.raises(ValueError, match="move_4: source must be contiguous"):
+        move_4.launch(1, 32, wide[:, ::2], host, target, 4)
+
+
 def test_a_kernel_runs_where_its_tensors_are_but_for_those_of_the_host():
     """Even if the host's come first. No device is needed to see which one is meant."""
 
