@@ -109,6 +109,7 @@ class Kernel:
         self.signature = tuple(
             int64 if isinstance(kind, Address) else kind for kind in self.parameters.values()
         )
+        self._kinds = [(name, kind, kind is int64) for name, kind in self.parameters.items()]
         self._loaded: dict[int, Loaded] = {}  # by device index
 
     def launch(self, grid: int, block: int, *args: Any, shared_bytes: int = 0) -> None:
@@ -139,11 +140,15 @@ class Kernel:
                 flat += (stride * size for stride in value.stride())
             else:
                 flat.append(value)
-        with torch.cuda.device(device):  # the default stream is that of the current device
-            ready = self.load(device, shared_bytes)
-            config = _launch_config(grid, block, shared_bytes)
-            stream = _core_stream(device.index, torch.cuda.current_stream(device).cuda_stream)
+        index = device.index
+        ready = self.load(device, shared_bytes)
+        config = _launch_config(grid, block, shared_bytes)
+        stream = _core_stream(index, torch._C._cuda_getCurrentRawStream(index))
+        if index == torch._C._cuda_getDevice():
             _cuda_core().launch(stream, config, ready, *flat)
+        else:
+            with torch.cuda.device(device):  # the default stream is that of the current device
+                _cuda_core().launch(stream, config, ready, *flat)
 
     def load(self, device: torch.device, shared_bytes: int = 0) -> Any:
         """Makes the kernel ready for launches on a GPU, with so much dynamic shared memory.
@@ -152,6 +157,8 @@ class Kernel:
         captured it must have been called once. Raises RuntimeError if the GPU or the driver is too
         old or the compiler is missing, ValueError if the GPU has less shared memory.
         """
+        if device.index is None:
+            device = torch.device(device.type, torch.cuda.current_device())
         loaded = self._loaded.get(device.index)
         if loaded is None:
             if torch.cuda.is_current_stream_capturing():
@@ -179,39 +186,46 @@ class Kernel:
         """The arguments with addresses resolved. Raises TypeError or ValueError if one is wrong."""
         if len(args) != len(self.parameters):
             raise TypeError(f"{self.name} takes {len(self.parameters)} arguments, got {len(args)}")
-        values: list = []
-        for (name, kind), arg in zip(self.parameters.items(), args, strict=True):
-            what = f"{self.name}: {name}"
-            if kind == int64:
-                if not isinstance(arg, int):
-                    raise TypeError(f"{what} must be an int, got {type(arg).__name__}")
-                values.append(arg)
-                continue
-            if not isinstance(arg, Tensor):
-                raise TypeError(f"{what} must be a tensor, got {type(arg).__name__}")
-            by_rows = isinstance(kind, Address) and arg.ndim > 1 and len(arg) > 0
-            if not (arg[0] if by_rows else arg).is_contiguous():
-                raise ValueError(f"{what} must be contiguous, got strides {arg.stride()}")
-            if isinstance(kind, Address) and kind.host:
-                if arg.device.type != "cpu":
-                    raise ValueError(f"{what} must be in host memory, got device {arg.device}")
-                if device.type == "cuda" and not arg.is_pinned():
-                    raise ValueError(
-                        f"{what} is in pageable host memory, which a GPU cannot read; pin it "
-                        "(HostPool does, if its device is the GPU)"
-                    )
-            elif arg.device != device:
-                raise ValueError(f"{what} is on {arg.device}, the other arguments are on {device}")
-            if isinstance(kind, Address):
-                values.append(arg.data_ptr())
-                continue
-            if arg.dtype != DTYPES[kind.dtype] or arg.ndim != kind.ndim:
-                raise TypeError(
-                    f"{what} must be {DTYPES[kind.dtype]} with {kind.ndim} dimensions, "
-                    f"got {arg.dtype} {tuple(arg.shape)}"
+        return [
+            arg if is_int and type(arg) is int else self._value(name, kind, arg, device)
+            for (name, kind, is_int), arg in zip(self._kinds, args, strict=True)
+        ]
+
+    def _value(self, name: str, kind: Any, arg: Any, device: torch.device) -> Any:
+        """One argument: a tensor for an array, an int for anything else. Raises as `_checked`."""
+        if kind is int64:
+            raise TypeError(f"{self.name}: {name} must be an int, got {type(arg).__name__}")
+        if not isinstance(arg, Tensor):
+            raise TypeError(f"{self.name}: {name} must be a tensor, got {type(arg).__name__}")
+        is_address = isinstance(kind, Address)
+        if not arg.is_contiguous():
+            by_rows = is_address and arg.ndim > 1 and len(arg) > 0
+            if not (by_rows and arg[0].is_contiguous()):
+                raise ValueError(
+                    f"{self.name}: {name} must be contiguous, got strides {arg.stride()}"
                 )
-            values.append(arg)
-        return values
+        if is_address and kind.host:
+            if arg.device.type != "cpu":
+                raise ValueError(
+                    f"{self.name}: {name} must be in host memory, got device {arg.device}"
+                )
+            if device.type == "cuda" and not arg.is_pinned():
+                raise ValueError(
+                    f"{self.name}: {name} is in pageable host memory, which a GPU cannot read; pin "
+                    "it (HostPool does, if its device is the GPU)"
+                )
+        elif arg.device != device:
+            raise ValueError(
+                f"{self.name}: {name} is on {arg.device}, the other arguments are on {device}"
+            )
+        if is_address:
+            return arg.data_ptr()
+        if arg.dtype != DTYPES[kind.dtype] or arg.ndim != kind.ndim:
+            raise TypeError(
+                f"{self.name}: {name} must be {DTYPES[kind.dtype]} with {kind.ndim} dimensions, "
+                f"got {arg.dtype} {tuple(arg.shape)}"
+            )
+        return arg
 
     def compile(self, cc: tuple[int, int]) -> Compiled:
         """Machine code for compute capability `cc`. Needs no GPU, but NVIDIA's compiler.

@@ -298,6 +298,8 @@ class Resolver:
                 raise ValueError(
                     f"{name}: {width_bytes} bytes per record, expected {self.record_bytes}"
                 )
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
             if len(tensor) > 2**31:
                 raise ValueError(f"{name} has {len(tensor)} rows, more than int32 can number")
             if tensor.data_ptr() % 4:
