@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 COLOURS = ["#c44e52", "#dd8a2c", "#2a6f97", "#4c956c"]
 MARKERS = ["o", "s", "^", "D"]
+DECODE_AXES = {  # what a row of `bench decode` or `bench serve` was varied in: label, and in short
+    "hbm_budget_gib": ("device memory for KV, selector and tables (GiB)", "{} GiB"),
+    "input_len": ("prompt (tokens)", "{} tokens"),
+    "request_rate": ("arrivals (requests/s)", "{}/s"),
+    "concurrency": ("concurrency (clients)", "{} clients"),
+}
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -123,6 +129,91 @@ def plot_resolve(data: Mapping[str, Any]) -> Figure:
     figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(f"Resolve, one layer, whole batch\n{data['config']}")
     return figure
+
+
+def plot_decode(data: Mapping[str, Any]) -> Figure:
+    """Throughput over what was varied (left), and TTFT and TPOT over throughput (the others).
+
+    data: "config": str; "rows": those of `bench decode` or `bench serve`. The first panel's axis is
+    the budget, the prompt length, the request rate or the concurrency, whichever varies first; a
+    colour per mode, a marker per value of whatever else was varied. Rows without such a value or
+    without decode steps are left out. Raises ValueError if there are none.
+    """
+    rows = [row for row in data["rows"] if row["decode_tokens_per_second"] is not None]
+    if not rows:
+        raise ValueError("there are no rows to draw")
+    key, *other_keys = _varied(rows)
+    series: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row.get(key) is not None:
+            others = (DECODE_AXES[name][1].format(row.get(name)) for name in other_keys)
+            series.setdefault((row["mode"], ", ".join(others)), []).append(row)
+    modes, others = (list(dict.fromkeys(names)) for names in zip(*series, strict=True))
+    figure = new_figure(13, 4.6)
+    throughput, ttft, tpot = figure.subplots(1, 3)
+    for (mode, other), own in series.items():
+        own.sort(key=lambda row: row[key])
+        style = {
+            "color": COLOURS[modes.index(mode) % len(COLOURS)],
+            "marker": MARKERS[others.index(other) % len(MARKERS)],
+            "label": f"{mode}, {other}" if other else mode,
+        }
+        throughput.plot(
+            [row[key] for row in own], [row["decode_tokens_per_second"] for row in own], **style
+        )
+        for axes, name in ((ttft, "ttft_ms"), (tpot, "tpot_ms")):
+            pairs = [(row["tokens_per_second"], row[name]["mean"]) for row in own if row[name]]
+            axes.plot([x for x, _ in pairs], [y for _, y in pairs], **style)
+    values = sorted({row[key] for own in series.values() for row in own})
+    throughput.set(xlabel=f"{DECODE_AXES[key][0]}, log", xscale="log")
+    throughput.set(ylabel="decode throughput (tokens/s), log", yscale="log")
+    throughput.set_xticks(values, [f"{value:g}" for value in values])
+    throughput.xaxis.minorticks_off()
+    ttft.set(
+        xlabel="throughput with prefill (tokens/s)", ylabel="mean TTFT (ms), log", yscale="log"
+    )
+    tpot.set(xlabel="throughput with prefill (tokens/s)", ylabel="mean TPOT (ms, from 0)")
+    tpot.set_ylim(bottom=0)
+    for axes in (throughput, ttft, tpot):
+        _tidy(axes)
+    handles = throughput.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=len(modes), frameon=False)
+    figure.suptitle(f"Decoding, per cache\n{data['config']}")
+    return figure
+
+
+def _varied(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys of DECODE_AXES in which rows of a mode differ that are equal in the keys before:
+    a number of clients that follows from the budget is none. If none, the first that has a value.
+    """
+    keys = list(DECODE_AXES)
+
+    def num_values(names: Sequence[str]) -> int:
+        return len({tuple(row.get(name) for name in ("mode", *names)) for row in rows})
+
+    varied = [key for i, key in enumerate(keys) if num_values(keys[: i + 1]) > num_values(keys[:i])]
+    return varied or [key for key in keys if rows[0].get(key) is not None][:1]
+
+
+def config_line(report: Mapping[str, Any], args: Any) -> str:
+    """What was run, in one line for a title. args: of `bench decode` or `bench serve`."""
+    parts = [Path(args.model or args.random_weights).name]
+    if args.model is None:
+        parts.append("random weights")
+        if args.num_layers is not None:
+            parts.append(f"{args.num_layers} layers")
+    parts += [report["dtype"], report["device_name"], f"K = {args.hisparse.top_k}"]
+    if args.hisparse.cache_size_mb is None:
+        parts.append(f"B = {args.hisparse.device_buffer_size}")
+    else:
+        parts.append(f"{args.hisparse.cache_size_mb:g} MiB of slots")
+    if report["output_len"] is None:
+        parts.append(f"arrivals of {Path(args.arrivals).name}")
+    else:
+        parts.append(f"{report['output_len']} new tokens")
+    if getattr(args, "selections", None) is not None:
+        parts.append(f"selections {Path(args.selections).name}")
+    return ", ".join(parts)
 
 
 def _stack(axes, rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:

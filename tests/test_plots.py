@@ -6,10 +6,12 @@ window that opens, and an ImportError that does not say what to install.
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from minihisparse import plots
+from minihisparse.config import HiSparseConfig
 
 pytest.importorskip("matplotlib")
 
@@ -96,6 +98,142 @@ def test_resolve_is_stacked_to_its_whole_beside_the_limit():
 def test_resolve_without_rows_is_refused(empty):
     with pytest.raises(ValueError, match="expected some of both"):
         plots.plot_resolve(RESOLVE | {empty: []})
+
+
+# ---- bench decode and bench serve ----
+
+
+def decode_row(mode: str, rate: float, **varied: float | None) -> dict:
+    """A row whose latencies follow from its rate."""
+    return {
+        "mode": mode,
+        "hbm_budget_gib": None,
+        "input_len": 100,
+        "decode_tokens_per_second": rate,
+        "tokens_per_second": rate / 2,
+        "ttft_ms": {"mean": 10 * rate},
+        "tpot_ms": {"mean": rate / 4},
+    } | varied
+
+
+def decode_rows(key: str, values: list[float], **fixed) -> list[dict]:
+    """Not in order; full is slower. With a budget, clients are as many as it holds."""
+    rows = []
+    for value in values:
+        for factor, mode in ((1, "full"), (8, "hisparse")):
+            clients = {"concurrency": factor * int(value)} if key == "hbm_budget_gib" else {}
+            rows.append(decode_row(mode, 100 * factor + value, **fixed, **clients, **{key: value}))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("key", "label", "fixed"),
+    [
+        ("hbm_budget_gib", "device memory for KV, selector and tables (GiB), log", {}),
+        ("input_len", "prompt (tokens), log", {"hbm_budget_gib": 2.0, "concurrency": 3}),
+        ("request_rate", "arrivals (requests/s), log", {"hbm_budget_gib": 2.0}),
+        ("concurrency", "concurrency (clients), log", {"hbm_budget_gib": 2.0}),
+    ],
+)
+def test_decode_has_a_line_per_mode_over_what_was_varied(key, label, fixed):
+    data = {"config": "tiny, K = 4", "rows": decode_rows(key, [4, 1, 2], **fixed)}
+    figure = plots.plot_decode(data)
+    throughput, ttft, tpot = figure.axes
+    assert [line.get_label() for line in throughput.lines] == ["full", "hisparse"]
+    full, hisparse = (line.get_xydata().tolist() for line in throughput.lines)
+    assert full == [[1, 101], [2, 102], [4, 104]]
+    assert hisparse == [[1, 801], [2, 802], [4, 804]]
+    assert ttft.lines[0].get_xydata().tolist() == [[50.5, 1010], [51, 1020], [52, 1040]]
+    assert tpot.lines[1].get_xydata().tolist() == [[400.5, 200.25], [401, 200.5], [402, 201]]
+    assert throughput.get_xlabel() == label
+    assert [text.get_text() for text in throughput.get_xticklabels()] == ["1", "2", "4"]
+    assert throughput.get_ylabel() == "decode throughput (tokens/s), log"
+    assert throughput.get_xscale() == throughput.get_yscale() == ttft.get_yscale() == "log"
+    assert tpot.get_ylim()[0] == 0 and "from 0" in tpot.get_ylabel()
+    assert all("(tokens/s)" in axes.get_xlabel() for axes in (ttft, tpot))
+    colours = [[line.get_color() for line in axes.lines] for axes in figure.axes]
+    assert colours[0] == colours[1] == colours[2] and len(set(colours[0])) == 2
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "hisparse"]
+    assert data["config"] in figure.get_suptitle()
+
+
+def test_decode_of_two_things_varied():
+    """A line for each mode and value of the second: no line that jumps between them."""
+    rows = [
+        row
+        for input_len in (900, 100)
+        for row in decode_rows("hbm_budget_gib", [1, 2], input_len=input_len)
+    ]
+    (throughput, *_) = plots.plot_decode({"config": "", "rows": rows}).axes
+    assert [(line.get_label(), len(line.get_xdata())) for line in throughput.lines] == [
+        (f"{mode}, {tokens} tokens", 2) for tokens in (900, 100) for mode in ("full", "hisparse")
+    ]
+    colours = [line.get_color() for line in throughput.lines]
+    markers = [line.get_marker() for line in throughput.lines]
+    assert colours[0] == colours[2] != colours[1] == colours[3]  # per mode
+    assert markers[0] == markers[1] != markers[2] == markers[3]  # per length
+
+
+def test_decode_of_one_point_per_mode():
+    rows = [decode_row("full", 10, concurrency=1), decode_row("hisparse", 20, concurrency=1)]
+    (throughput, *_) = plots.plot_decode({"config": "", "rows": rows}).axes
+    assert throughput.get_xlabel() == "prompt (tokens), log"
+    assert [line.get_xydata().tolist() for line in throughput.lines] == [[[100, 10]], [[100, 20]]]
+
+
+def test_decode_leaves_out_what_has_no_place():
+    """transformers has no budget; one token per answer gives no decode rate, two no percentiles."""
+    rows = decode_rows("hbm_budget_gib", [1, 2])
+    rows.append(decode_row("transformers", 30, concurrency=1))
+    rows.append(decode_row("no-io", 30, hbm_budget_gib=1) | {"decode_tokens_per_second": None})
+    rows[0] |= {"tpot_ms": None}
+    throughput, ttft, tpot = plots.plot_decode({"config": "", "rows": rows}).axes
+    assert [line.get_label() for line in throughput.lines] == ["full", "hisparse"]
+    assert [len(line.get_xdata()) for line in ttft.lines] == [2, 2]
+    assert [len(line.get_xdata()) for line in tpot.lines] == [1, 2]
+
+
+@pytest.mark.parametrize("rows", [[], [decode_row("full", 1) | {"decode_tokens_per_second": None}]])
+def test_decode_without_rows_is_refused(rows):
+    with pytest.raises(ValueError, match="no rows to draw"):
+        plots.plot_decode({"config": "", "rows": rows})
+
+
+def test_decode_is_saved_with_its_data(tmp_path):
+    data = {"config": "tiny", "rows": decode_rows("concurrency", [1, 2])}
+    path = plots.save(plots.plot_decode(data), data, tmp_path / "decode.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) == data
+
+
+def test_config_lines():
+    report = {"dtype": "bfloat16", "device_name": "a GPU", "output_len": 64}
+    hisparse = HiSparseConfig(top_k=256)
+    args = SimpleNamespace(model="/models/tiny", hisparse=hisparse)  # bench serve's
+    expected = "tiny, bfloat16, a GPU, K = 256, B = 512, 64 new tokens"
+    assert plots.config_line(report, args) == expected
+    args.arrivals = "/data/monday.csv"
+    line = plots.config_line(report | {"output_len": None}, args)
+    assert line.endswith("B = 512, arrivals of monday.csv")
+
+    args = SimpleNamespace(
+        model=None,
+        random_weights="configs/8b.json",
+        num_layers=4,
+        selections="traces/long.safetensors",
+        hisparse=HiSparseConfig(top_k=256, cache_size_mb=1.5),
+    )
+    assert plots.config_line(report, args) == (
+        "8b.json, random weights, 4 layers, bfloat16, a GPU, K = 256, 1.5 MiB of slots, "
+        "64 new tokens, selections long.safetensors"
+    )
+    args.num_layers, args.selections = None, "synthetic:miss=0.1"
+    line = plots.config_line(report, args)
+    assert line.startswith("8b.json, random weights, bfloat16")
+    assert line.endswith("selections synthetic:miss=0.1")
+
+
+# ---- files and windows ----
 
 
 def test_save_writes_a_png_and_its_data(tmp_path):
