@@ -5,7 +5,8 @@ that. The block's shape and order depend on the selection alone, never on where 
 both caches feed the same numbers to the same operations: equal inputs, equal order, equal bits.
 
 The heads of one KV group are stacked as extra queries of that KV head (GQA without copying K or V).
-Padding: records at slot -1 are zeroed, because a weight of 0 times NaN is NaN.
+Padding: records at slot -1 are zeroed, because a weight of 0 times NaN is NaN. On a GPU decode is
+a kernel that gathers nothing first (`kernels/attention.py`); the prompt's is torch's everywhere.
 It deliberately does not know positions: keys are rotated before they are stored.
 """
 
@@ -14,19 +15,21 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
-def decode_attention(q: Tensor, records: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+def decode_attention(q: Tensor, records: Tensor, slots: Tensor, first_slots: Tensor) -> Tensor:
     """Attends one query per request to the records at its slots.
 
-    q [R, Hq, D]; records [max_requests, N, W], W = 2 * Hkv * D; slots [R, K] int64, -1 is padding;
-    rows [R] int64, the request rows. Returns [R, Hq, D]; a row without any slot gives zeros.
+    q [R, Hq, D]; records [N, W], W = 2 * Hkv * D; slots [R, K] int32, -1 is padding; first_slots
+    [R] int64: slot s of request r is records[first_slots[r] + s]. Returns [R, Hq, D]; a row without
+    any slot gives zeros.
     """
     (num_reqs, num_heads, head_dim), top_k = q.shape, slots.shape[1]
-    num_kv_heads = records.shape[2] // (2 * head_dim)
+    num_kv_heads = records.shape[1] // (2 * head_dim)
     used = slots >= 0
-    index = rows[:, None] * records.shape[1] + slots.clamp(min=0)
-    block = records.flatten(0, 1).index_select(0, index.flatten()).view(num_reqs, top_k, -1)
+    index = first_slots[:, None] + slots.clamp(min=0)
+    block = records.index_select(0, index.flatten()).view(num_reqs, top_k, -1)
     block.masked_fill_(~used[:, :, None], 0)
     k, v = block.view(num_reqs, top_k, 2, num_kv_heads, head_dim).permute(2, 0, 3, 1, 4)
     grouped = q.view(num_reqs, num_kv_heads, -1, head_dim)  # [R, Hkv, Hq / Hkv, D]
@@ -47,7 +50,10 @@ def causal_attention(q: Tensor, records: Tensor) -> Tensor:
     group = num_heads // num_kv_heads
     grouped = q.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))  # a view: no copy per query head
-    mask = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=q.device)
-    mask = mask.tril_(num_keys - num_tokens)  # [T, N]: the last row sees every key
+    if q.is_cuda:  # a fused kernel that skips what the mask hides
+        mask = causal_lower_right(num_tokens, num_keys)
+    else:
+        mask = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=q.device)
+        mask = mask.tril_(num_keys - num_tokens)  # [T, N]: the last row sees every key
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
     return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)

@@ -20,14 +20,17 @@ class Batch:
 
     req_pool_indices: [R] int64, the row that each request owns in every per-request table.
     seq_lens: [R] int32, tokens of the request so far, the one being decoded included (S).
-    min_seq_len, max_seq_len: host integers, of the real rows: what need not be looked at is not.
+    num_real_reqs_tensor: [1] int32, `num_real_reqs` where kernels read it.
+    min_seq_len, max_seq_len, num_real_reqs: host integers, of the real rows, for torch operations:
+        what need not be looked at is not. None in a CUDA graph, which would freeze them.
     """
 
     req_pool_indices: Tensor
     seq_lens: Tensor
-    min_seq_len: int
-    max_seq_len: int
-    num_real_reqs: int
+    num_real_reqs_tensor: Tensor
+    min_seq_len: int | None = None
+    max_seq_len: int | None = None
+    num_real_reqs: int | None = None
 
     @classmethod
     def make(
@@ -41,6 +44,7 @@ class Batch:
         return cls(
             torch.tensor([*rows, *[0] * padding], dtype=torch.int64, device=device),
             torch.tensor([*seq_lens, *[0] * padding], dtype=torch.int32, device=device),
+            torch.tensor([len(rows)], dtype=torch.int32, device=device),
             min(seq_lens, default=0),
             max(seq_lens, default=0),
             len(rows),
@@ -51,10 +55,10 @@ class Batch:
         """[R] int64: the newest position of each request, S - 1; 0 in a row of length 0."""
         return (self.seq_lens.long() - 1).clamp(min=0)
 
-    @cached_property
-    def num_real_reqs_tensor(self) -> Tensor:
-        """[1] int32: `num_real_reqs` where kernels can read it."""
-        return torch.tensor([self.num_real_reqs], dtype=torch.int32, device=self.seq_lens.device)
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What kernels are given of a batch: seq_lens, req_pool_indices, num_real_reqs."""
+        return self.seq_lens, self.req_pool_indices, self.num_real_reqs_tensor
 
     @property
     def real(self) -> Batch:
@@ -65,4 +69,5 @@ class Batch:
     def _unpadded(self) -> Batch:
         num = self.num_real_reqs
         rows, lens = self.req_pool_indices[:num], self.seq_lens[:num]
-        return Batch(rows, lens, self.min_seq_len, self.max_seq_len, num)
+        host = self.min_seq_len, self.max_seq_len, num
+        return Batch(rows, lens, self.num_real_reqs_tensor, *host)

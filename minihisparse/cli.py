@@ -69,22 +69,26 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run, help: str, of=subparsers) -> argparse.ArgumentParser:
+    def command(
+        name: str, run, help: str, of=subparsers, model_required: bool = True
+    ) -> argparse.ArgumentParser:
         sub = of.add_parser(name, help=help, description=help, allow_abbrev=False)
         sub.set_defaults(run=run)
-        _add_engine_flags(sub, model_required=name != "demo")
+        _add_engine_flags(sub, model_required)
         return sub
 
-    sub = command("demo", commands.demo, "ask a small real model about a long text, both ways")
+    help = "ask a small real model about a long text, both ways"
+    sub = command("demo", commands.demo, help, model_required=False)
     sub.add_argument("--question", default=commands.QUESTION, help="what to ask about the document")
     sub.add_argument(
         "--prompt-file", help="the document; default: a module of the standard library"
     )
     _add_length_flag(sub, default=96)
+    _add_eager_flag(sub)
 
     sub = command("generate", commands.generate, "complete prompts")
     _add_cache_flag(sub)
-    sub.add_argument("--max-running-requests", type=int, help="most requests in a batch (8)")
+    _add_batch_flags(sub)
     _add_prompt_flags(sub)
     _add_sampling_flags(sub)
 
@@ -102,29 +106,36 @@ def build_parser() -> argparse.ArgumentParser:
         help="cut the prompt to one request of each of these lengths, in tokens",
     )
     sub.add_argument(
+        "--synthetic-context",
+        type=int,
+        metavar="N",
+        help="in place of a prompt: random KV of N tokens, written straight into both caches",
+    )
+    sub.add_argument(
         "--check-integrity",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="check every slot of the cache against the host pool after each step",
     )
     _add_length_flag(sub, default=64)
+    _add_eager_flag(sub)
 
     sub = command("step", commands.step, "stop after each layer and look at the cache")
     _add_cache_flag(sub)
     _add_prompt_flags(sub)
     _add_length_flag(sub, default=8)
 
-    help = "measure: `bench decode`, `bench resolve`"
+    help = "measure: `bench decode`, `bench serve`, `bench resolve`"
     bench = subparsers.add_parser("bench", help=help, description=help, allow_abbrev=False)
     benches = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
 
-    sub = command("decode", commands.bench_decode, "time decode steps, both ways", of=benches)
-    sub.add_argument("--modes", default="full,hisparse", help="caches to time, comma-separated")
-    sub.add_argument("--compare", choices=["transformers"], help="time this engine too")
-    sub.add_argument("--input-len", type=int, default=1024, help="prompt tokens")
-    sub.add_argument("--output-len", type=int, default=64, help="decode steps per round")
-    sub.add_argument("--batch-size", type=int, default=1)
-    sub.add_argument("--num-iters", type=int, default=3, help="rounds; the modes take turns")
+    help = "throughput and latency of many clients in a closed loop, per cache and budget"
+    sub = command("decode", commands.bench_decode, help, of=benches, model_required=False)
+    _add_decode_flags(sub)
+
+    help = "what clients see who come at random times, per cache and budget"
+    sub = command("serve", commands.bench_serve, help, of=benches)
+    _add_serve_flags(sub)
 
     help = "time Resolve on a GPU, with and without IO, beside the limit of the link; no model"
     sub = benches.add_parser("resolve", help=help, description=help, allow_abbrev=False)
@@ -139,6 +150,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser, model_required: bool) -> 
     group.add_argument("--model", required=model_required, help="a Hugging Face model folder")
     group.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16")
     group.add_argument("--max-model-len", type=int, help="most tokens of a request")
+    group.add_argument(
+        "--allow-beyond-model-limit",
+        action="store_true",
+        help="let --max-model-len be more than the model was made for",
+    )
     group.add_argument("--chat-template", help="a file, or the template itself")
     _add_process_flags(group)
 
@@ -167,6 +183,110 @@ def _add_process_flags(group) -> None:
 def _add_cache_flag(parser: argparse.ArgumentParser) -> None:
     help = "where KV lives: host pool and GPU cache, or all on the device"
     parser.add_argument("--cache", choices=["hisparse", "full"], default="hisparse", help=help)
+
+
+def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("batch")
+    group.add_argument(
+        "--max-running-requests",
+        type=int,
+        help="most requests in a batch (8, or what the budget holds)",
+    )
+    group.add_argument(
+        "--hbm-budget-gib",
+        type=float,
+        help="device memory for KV, selector and tables (as much as the requests need)",
+    )
+    _add_step_flags(group)
+
+
+def _add_eager_flag(group) -> None:
+    group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+
+
+def _add_step_flags(group) -> None:
+    """How steps are run and take turns."""
+    _add_eager_flag(group)
+    help = "prompt tokens that are prefilled before it is the others' turn to decode (8192)"
+    group.add_argument("--max-prefill-tokens", type=int, help=help)
+
+
+def _add_decode_flags(parser: argparse.ArgumentParser) -> None:
+    group = _add_point_flags(parser)
+    parser.set_defaults(input_len=[1024])
+    group.add_argument(
+        "--concurrency",
+        type=_counts,
+        metavar="N[,N...]",
+        help="clients (1; with a budget: as many as it holds)",
+    )
+    group = parser.add_argument_group("work")
+    group.add_argument("--output-len", type=int, default=64, help="new tokens per request (64)")
+    group.add_argument("--num-requests", type=int, help="in all (one per client)")
+    group.add_argument("--num-iters", type=int, default=1, help="runs of each point (1)")
+    group.add_argument(
+        "--compare",
+        choices=["transformers"],
+        help="time this engine too, per --input-len and --concurrency",
+    )
+    _add_step_flags(group)
+    group.add_argument(
+        "--resolve-latency", action="store_true", help="time each layer's Resolve in the graph"
+    )
+    group = parser.add_argument_group("without a real model")
+    group.add_argument(
+        "--random-weights", metavar="CONFIG", help="a config.json, in place of --model"
+    )
+    group.add_argument("--num-layers", type=int, help="only so many layers of that model")
+    group.add_argument(
+        "--selections",
+        metavar="FILE",
+        help="a trace, or synthetic:miss=RATE (misses over K), in place of the selector's choice",
+    )
+    group.add_argument(
+        "--synthetic-context",
+        action="store_true",
+        help="random KV in place of a prefill (always with --random-weights)",
+    )
+
+
+def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    group = _add_point_flags(parser)
+    group.add_argument(
+        "--request-rate",
+        type=_sizes,
+        metavar="X[,X...]",
+        help="requests per second, a Poisson process (1)",
+    )
+    group = parser.add_argument_group("work")
+    group.add_argument("--output-len", type=int, help="new tokens per request (64)")
+    group.add_argument("--num-requests", type=int, help="in all (64)")
+    group.add_argument(
+        "--arrivals",
+        metavar="FILE",
+        help="instead of rates, lengths and number: lines of seconds, prompt tokens, new tokens",
+    )
+    group.add_argument(
+        "--max-running-requests",
+        type=int,
+        help="most requests in a batch (8, or what the budget holds)",
+    )
+    _add_step_flags(group)
+
+
+def _add_point_flags(parser: argparse.ArgumentParser):
+    """What both benches of the engine have; returns the group of points."""
+    parser.add_argument("--plot", metavar="DIR", help="figures, and their data as JSON, go there")
+    group = parser.add_argument_group("points", "lists; all combinations are measured")
+    group.add_argument("--modes", default="full,hisparse", help="full, hisparse, no-io; a list")
+    group.add_argument(
+        "--hbm-budget-gib",
+        type=_sizes,
+        metavar="G[,G...]",
+        help="device memory for KV, selector and tables",
+    )
+    group.add_argument("--input-len", type=_counts, metavar="N[,N...]", help="prompt tokens (1024)")
+    return group
 
 
 def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
@@ -226,6 +346,17 @@ def _counts(text: str, least: int = 1) -> list[int]:
             f"{text!r} is not a list of numbers like 100,511, each at least {least}"
         )
     return counts
+
+
+def _sizes(text: str) -> list[float]:
+    """ "0.5,8" -> [0.5, 8.0]."""
+    try:
+        sizes = [float(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or not all(0 < size < float("inf") for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 0.5,8, above 0")
+    return sizes
 
 
 def _points(text: str) -> list[tuple[int, int]]:

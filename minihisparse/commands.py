@@ -11,13 +11,18 @@ import importlib.util
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from minihisparse.config import choose_device
+from minihisparse.decode_step import DecodeStep
 from minihisparse.engine import LLM
 from minihisparse.model import Decoder
+from minihisparse.model_config import ModelConfig
 from minihisparse.runner import Runner, make_runner
 from minihisparse.sampling import SamplingParams
 from minihisparse.stats import (
@@ -28,6 +33,7 @@ from minihisparse.stats import (
     memory_report,
 )
 from minihisparse.step_view import StepView
+from minihisparse.synthetic import fill
 from minihisparse.tokenizer import Detokenizer, Tokenizer
 from minihisparse.verify import Lockstep
 
@@ -39,7 +45,9 @@ def generate(args: argparse.Namespace, report: dict) -> int:
     """Completes prompts; a lone one is streamed, several are printed in their order."""
     prompts = _prompts(args)
     rows = args.max_running_requests
-    llm = _llm(args, report, min(8, len(prompts)) if rows is None else rows)
+    if rows is None and args.hbm_budget_gib is None:
+        rows = min(8, len(prompts))
+    llm = _llm(args, report, rows)
     params = _sampling_params(args)
     if len(prompts) == 1:
         _stream(llm, llm.tokenizer.encode(prompts[0]), params, report)
@@ -94,12 +102,21 @@ def step(args: argparse.Namespace, report: dict) -> int:
 
 def verify(args: argparse.Namespace, report: dict) -> int:
     """Runs both caches in lockstep and compares everything that they compute."""
-    texts = _prompts(args)
-    model, tokenizer = _load(args, report)
-    prompts = [tokenizer.encode(text) for text in texts]
+    texts, longest = [], None
+    if args.synthetic_context is None:
+        texts = _prompts(args)
+    elif args.prompt or args.prompt_file or args.prompt_tokens or args.synthetic_context < 1:
+        raise ValueError("--synthetic-context takes a number above 0, and no prompt beside it")
+    else:
+        longest = args.synthetic_context + args.max_new_tokens
+    model, tokenizer = _load(args, report, longest)
+    prompts = [tokenizer.encode(text) for text in texts] or [[0] * args.synthetic_context]
     if args.prompt_tokens:
         prompts = _cut(prompts, args.prompt_tokens)
     lockstep = _lockstep(args, model, prompts, check_integrity=args.check_integrity)
+    if args.synthetic_context is not None:
+        for runner in lockstep.runners.values():
+            runner.prefill = partial(fill, runner)
     broken = None
     try:
         with tqdm(total=args.max_new_tokens, unit="step", disable=args.disable_tqdm) as bar:
@@ -156,11 +173,28 @@ def demo(args: argparse.Namespace, report: dict) -> int:
 
 
 def bench_decode(args: argparse.Namespace, report: dict) -> int:
-    """Times decode steps; see bench.py."""
-    from minihisparse import bench
+    """Throughput and latency of many requests; see bench_decode.py."""
+    from minihisparse import bench_decode
 
-    model, tokenizer = _load(args, report)
-    bench.bench_decode(args, model, tokenizer, report)
+    bench_decode.check_flags(args)
+    longest = max(args.input_len) + args.output_len
+    if args.random_weights is None:
+        model, tokenizer = _load(args, report, longest)
+    else:
+        model, tokenizer = _random_model(args, report, longest), None
+        args.synthetic_context = True
+    bench_decode.bench_decode(args, model, tokenizer, report)
+    return 0
+
+
+def bench_serve(args: argparse.Namespace, report: dict) -> int:
+    """Latency under requests that come at random times; see bench_serve.py."""
+    from minihisparse import bench_serve
+
+    bench_serve.check_flags(args)
+    longest = max(point.num_tokens for point, _, _ in bench_serve.jobs_of(args))
+    model, tokenizer = _load(args, report, longest)
+    bench_serve.bench_serve(args, model, tokenizer, report)
     return 0
 
 
@@ -172,16 +206,72 @@ def bench_resolve(args: argparse.Namespace, report: dict) -> int:
     return 0
 
 
-def _load(args: argparse.Namespace, report: dict) -> tuple[Decoder, Tokenizer]:
-    device, dtype, reason = choose_device(args.device, args.dtype)
-    print(f"minihisparse: {reason}", file=sys.stderr)
-    report.update(environment_report(args.command, device, dtype, args.seed))
-    progress = not args.disable_tqdm
-    model = Decoder.from_folder(args.model, device=device, dtype=dtype, progress=progress)
+def _load(
+    args: argparse.Namespace, report: dict, longest: int | None = None
+) -> tuple[Decoder, Tokenizer]:
+    """The model of --model. longest: tokens of a request, without --max-model-len."""
+    device, dtype = _choose_device(args, report)
+    model = Decoder.from_folder(
+        args.model,
+        device=device,
+        dtype=dtype,
+        max_model_len=_limit_beyond(args, ModelConfig.from_folder(args.model), longest),
+        progress=not args.disable_tqdm,
+    )
     return model, Tokenizer.from_folder(args.model, args.chat_template)
 
 
-def _llm(args: argparse.Namespace, report: dict, max_running_requests: int) -> LLM:
+def _random_model(args: argparse.Namespace, report: dict, longest: int) -> Decoder:
+    """A model of the config's shape, and of --num-layers layers, with random weights."""
+    device, dtype = _choose_device(args, report)
+    config = ModelConfig.from_file(args.random_weights)
+    if args.num_layers is not None:
+        if not 1 <= args.num_layers <= config.num_hidden_layers:
+            raise ValueError(
+                f"--num-layers {args.num_layers} is not in 1..{config.num_hidden_layers}, which is "
+                f"what {args.random_weights} has"
+            )
+        config = replace(config, num_hidden_layers=args.num_layers)
+    return Decoder.random(
+        config,
+        seed=args.seed,
+        device=device,
+        dtype=dtype,
+        max_model_len=_limit_beyond(args, config, longest),
+        drawn_on=device,
+    )
+
+
+def _choose_device(args: argparse.Namespace, report: dict) -> tuple[torch.device, torch.dtype]:
+    """From the flags; says which, and starts the report."""
+    device, dtype, reason = choose_device(args.device, args.dtype)
+    print(f"minihisparse: {reason}", file=sys.stderr)
+    report.update(environment_report(args.command, device, dtype, args.seed))
+    return device, dtype
+
+
+def _limit_beyond(args: argparse.Namespace, config: ModelConfig, longest: int | None) -> int | None:
+    """The model's new limit, if one beyond its own is allowed and needed; says so.
+
+    longest: tokens of a request, where there is no --max-model-len.
+    """
+    limit = config.max_position_embeddings
+    wanted = longest if args.max_model_len is None else args.max_model_len
+    if not args.allow_beyond_model_limit:
+        return None
+    if wanted is None:
+        raise ValueError("--allow-beyond-model-limit: say how far, with --max-model-len")
+    if wanted <= limit:
+        return None
+    print(
+        f"minihisparse: positions from {limit} on are beyond what the model was made for; "
+        "expect nonsense there",
+        file=sys.stderr,
+    )
+    return wanted
+
+
+def _llm(args: argparse.Namespace, report: dict, max_running_requests: int | None) -> LLM:
     model, tokenizer = _load(args, report)
     return LLM(
         model,
@@ -191,6 +281,9 @@ def _llm(args: argparse.Namespace, report: dict, max_running_requests: int) -> L
         hisparse=args.hisparse,
         max_model_len=args.max_model_len,
         max_running_requests=max_running_requests,
+        hbm_budget_gib=getattr(args, "hbm_budget_gib", None),
+        enforce_eager=getattr(args, "enforce_eager", False),
+        max_prefill_tokens=getattr(args, "max_prefill_tokens", None),
         seed=args.seed,
         use_tqdm=not args.disable_tqdm,
     )
@@ -205,8 +298,8 @@ def _lockstep(
     if num_tokens > limit >= 1:
         raise ValueError(
             f"{longest} prompt tokens and max_new_tokens={args.max_new_tokens} are {num_tokens} "
-            f"in all, over the limit max_model_len={limit}; shorten the prompt, or lower "
-            "--max-new-tokens"
+            f"in all, over the limit max_model_len={limit}; shorten the prompt, lower "
+            "--max-new-tokens, or see --max-model-len and --allow-beyond-model-limit"
         )
     runners = [
         make_runner(
@@ -219,7 +312,12 @@ def _lockstep(
         )
         for cache in ("full", "hisparse")
     ]
-    return Lockstep(*runners, check_integrity=check_integrity)
+    return Lockstep(
+        *runners,
+        check_integrity=check_integrity,
+        enforce_eager=args.enforce_eager,
+        use_tqdm=not args.disable_tqdm,
+    )
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -298,7 +396,7 @@ def _lines(question: str) -> Iterator[str]:
 
 def _report_run(report: dict, llm: LLM, num_tokens: Sequence[int]) -> None:
     """num_tokens: positions of each request, for what full KV would have taken."""
-    _report(report, llm.runner, llm.timings, llm.workspace, num_tokens)
+    _report(report, llm.runner, llm.timings, llm.workspace, num_tokens, llm.scheduler.decode)
 
 
 def _report_lockstep(report: dict, lockstep: Lockstep, prompts: Sequence[Sequence[int]]) -> None:
@@ -312,11 +410,16 @@ def _report_lockstep(report: dict, lockstep: Lockstep, prompts: Sequence[Sequenc
 
 
 def _report(
-    report: dict, runner: Runner, timings: Timings, workspace: Workspace, num_tokens: Sequence[int]
+    report: dict,
+    runner: Runner,
+    timings: Timings,
+    workspace: Workspace,
+    num_tokens: Sequence[int],
+    step: DecodeStep | None = None,
 ) -> None:
     report.update(timings.report())
     report["cache"] = cache_report(runner.cache)
-    report["memory"] = memory_report(runner.cache, runner.selector, workspace, num_tokens)
+    report["memory"] = memory_report(runner.cache, runner.selector, workspace, num_tokens, step)
 
 
 def _side_by_side(report: dict, lockstep: Lockstep) -> str:

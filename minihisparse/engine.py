@@ -1,35 +1,33 @@
-"""LLM: prompts in, text out. Requests are admitted, prefilled one by one, and decoded as one batch.
+"""LLM: prompts in, text out.
 
     llm = LLM("path/to/folder")
     out = llm.generate("Once upon a time", SamplingParams(max_new_tokens=32))
     for delta in llm.stream(prompts): ...
     for event in llm.step(prompts): ...         every layer of every step, before the next one runs
 
-Batching is static: as many waiting requests as fit are admitted; when all of them have finished,
-the next ones are. A request that cannot run says why and harms nobody else.
+All calls on one LLM share one batch, in which requests come and go (`scheduler.py`): several
+streams may be read in turns. A request that cannot run says why and harms nobody else.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from numbers import Integral
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
-from minihisparse.batch import Batch
 from minihisparse.config import HiSparseConfig, choose_device
-from minihisparse.events import LayerEvent, explain, tokens_of
+from minihisparse.decode_step import DecodeStep
+from minihisparse.events import LayerEvent
 from minihisparse.gpu_cache import KVCache
 from minihisparse.model import Decoder
 from minihisparse.request import Delta, Request, RequestOutput
 from minihisparse.runner import make_runner
-from minihisparse.sampling import SamplingParams, make_generator, mask_stop_ids, sample
+from minihisparse.sampling import SamplingParams, make_generator
+from minihisparse.scheduler import Scheduler
 from minihisparse.stats import Timings, Workspace
 from minihisparse.tokenizer import Detokenizer, Tokenizer
 
@@ -44,7 +42,13 @@ class LLM:
     "hisparse" or "full". selector: "quest". hisparse: HiSparseConfig, defaults if None; its
         `top_k` and `page_size` apply to both caches.
     max_model_len: most tokens of a request, prompt and answer; None: the model's own limit.
-    max_running_requests: request rows, that is, the largest batch.
+    max_running_requests: request rows, that is, the largest batch; None: 8, or what the budget
+        holds.
+    hbm_budget_gib: device memory for KV records, selector state and tables; see `capacity.py`.
+        None: as much as max_running_requests requests of max_model_len tokens need.
+    enforce_eager: no CUDA graphs.
+    max_prefill_tokens: how many prompt tokens are prefilled before it is the others' turn to decode
+        (8192): more is better for throughput, less for the time between their tokens.
     seed: for requests that bring none of their own.
     checked: refuse positions out of range instead of reading -1 for them (slower).
 
@@ -63,7 +67,10 @@ class LLM:
         selector: str = "quest",
         hisparse: HiSparseConfig | None = None,
         max_model_len: int | None = None,
-        max_running_requests: int = 8,
+        max_running_requests: int | None = None,
+        hbm_budget_gib: float | None = None,
+        enforce_eager: bool = False,
+        max_prefill_tokens: int | None = None,
         seed: int = 0,
         checked: bool = False,
         chat_template: str | None = None,
@@ -91,10 +98,11 @@ class LLM:
             hisparse=self.hisparse,
             max_model_len=self.max_model_len,
             max_running_requests=max_running_requests,
+            hbm_budget_gib=hbm_budget_gib,
             checked=checked,
         )
-        self.workspace = Workspace(self.device)
-        self.timings = Timings()
+        decode = DecodeStep(self.runner, enforce_eager=enforce_eager, progress=use_tqdm)
+        self.scheduler = Scheduler(self.runner, decode, max_prefill_tokens)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **settings) -> LLM:
@@ -104,6 +112,14 @@ class LLM:
     @property
     def cache(self) -> KVCache:
         return self.runner.cache
+
+    @property
+    def timings(self) -> Timings:
+        return self.scheduler.timings
+
+    @property
+    def workspace(self) -> Workspace:
+        return self.scheduler.workspace
 
     def generate(
         self,
@@ -121,10 +137,11 @@ class LLM:
         show = self.use_tqdm if use_tqdm is None else use_tqdm
         total = sum(r.params.max_new_tokens for r in requests if not r.finished)
         with tqdm(total=total, unit="tok", desc="generate", disable=not show) as bar:
-            for item in self._run(requests):
+            for delta in self._run(requests):
                 bar.update()
-                if item.finished:
-                    bar.total -= item.params.max_new_tokens - len(item.output_ids)
+                if delta.finish_reason:
+                    request = requests[delta.index]
+                    bar.total -= request.params.max_new_tokens - len(request.output_ids)
         if _is_one(prompts):
             _raise_error_of(requests)
             return requests[0].output()
@@ -139,11 +156,12 @@ class LLM:
 
         Raises ValueError, before the first token, if a prompt is refused.
         """
+        requests = self._requests(prompts, params)
+        _raise_error_of(requests)  # a stream has no place for an error
         # `closing`: on Python 3.12 closing a generator does not reach the one it iterates over.
-        with closing(self._run_or_raise(prompts, params)) as run:
-            for request in run:
-                last = request.output_ids[-1]
-                yield Delta(request.index, request.delta, last, request.finish_reason)
+        with closing(self._run(requests)) as run:
+            yield from run
+        _raise_error_of(requests)
 
     def chat(
         self, messages: list[dict], params: SamplingParams | None = None, **options
@@ -167,10 +185,17 @@ class LLM:
 
         The next layer runs when the next event is asked for. Raises ValueError as `stream` does.
         """
-        with closing(self._run_or_raise(prompts, params, inspect=True)) as run:
-            for item in run:
-                if isinstance(item, LayerEvent):
-                    yield item
+        requests = self._requests(prompts, params)
+        _raise_error_of(requests)
+        try:
+            for request in requests:
+                self.scheduler.add(request)
+            while not all(request.finished for request in requests):
+                yield from self.scheduler.step_layers()
+        finally:
+            for request in requests:
+                self.scheduler.abort(request)
+        _raise_error_of(requests)
 
     def _requests(self, prompts, params) -> list[Request]:
         """Checks the prompts; what is wrong with one of them becomes that request's error."""
@@ -216,100 +241,31 @@ class LLM:
                 f"in all, over the limit max_model_len={self.max_model_len}; shorten the prompt, "
                 "lower --max-new-tokens, or raise --max-model-len as far as the model allows"
             )
-        if request.max_tokens > self.cache.max_tokens_per_request:
+        limit, where, flag = self.runner.longest_request
+        if request.max_tokens > limit:
             return (
                 f"{num_prompt} prompt tokens and max_new_tokens={num_new} are {request.max_tokens} "
-                f"in all; the host pool holds {self.cache.max_tokens_per_request}; "
-                "raise --host-to-device-ratio or lower --max-new-tokens"
+                f"in all; {where} holds {limit}; raise {flag} or lower --max-new-tokens"
             )
         return None
 
-    def _run_or_raise(self, prompts, params, inspect: bool = False):
-        """Runs prompts none of which may be refused: a stream has no place for an error."""
-        requests = self._requests(prompts, params)
-        _raise_error_of(requests)
-        yield from self._run(requests, inspect)
-        _raise_error_of(requests)  # refused by a cache that another stream of this LLM had filled
-
-    def _run(
-        self, requests: list[Request], inspect: bool = False
-    ) -> Iterator[Request | LayerEvent]:
-        """Yields a request after each of its tokens; with `inspect`, LayerEvents in between."""
-        waiting = deque(request for request in requests if not request.finished)
-        while waiting:
-            running = self._admit(waiting)
-            try:
-                for request in running:
-                    ids = torch.tensor(request.prompt_ids, device=self.device)
-                    with self.workspace.measure():
-                        logits = self.runner.prefill(request.row, ids)
-                    self._append([request], logits[None])
-                    self.timings.ttft_ms.append(1e3 * (time.perf_counter() - request.arrival))
-                    yield request
-                step = 0
-                while active := [request for request in running if not request.finished]:
-                    step += 1
-                    yield from self._decode_step(active, step, inspect)
-            finally:  # also when the caller stops listening, or on Ctrl-C
-                for request in running:
-                    if not request.finished:
-                        request.finish("abort")
-                    if request.row >= 0:
-                        self._release(request)
-
-    def _admit(self, waiting: deque[Request]) -> list[Request]:
-        """Takes as many requests as fit, in order; refuses one that does not even fit alone."""
-        running: list[Request] = []
-        while waiting:
-            try:
-                waiting[0].row = self.cache.admit(waiting[0].max_tokens)
-            except ValueError as error:
-                if running:
-                    break
-                request = waiting.popleft()
-                request.finish("error", f"prompt {request.index}: {error}")
-            else:
-                running.append(waiting.popleft())
-        return running
-
-    def _decode_step(
-        self, active: list[Request], step: int, inspect: bool
-    ) -> Iterator[Request | LayerEvent]:
-        seq_lens = [len(r.prompt_ids) + len(r.output_ids) for r in active]
-        batch = Batch.make([r.row for r in active], seq_lens, self.device)
-        token_ids = torch.tensor([r.output_ids[-1] for r in active], device=self.device)
-        start = time.perf_counter()
-        hidden = self.runner.embed(token_ids)
-        for layer in range(self.runner.num_layers):
-            before = tokens_of(self.cache, layer, batch) if inspect else None
-            result = self.runner.decode_layer(layer, hidden, batch)
-            hidden = result.hidden
-            if inspect:
-                indices = [r.index for r in active]
-                event = explain(
-                    self.cache, batch, result, before, step=step, layer=layer, indices=indices
-                )
-                stopped = time.perf_counter()
-                yield event
-                start += time.perf_counter() - stopped  # looking takes no time of the engine's
-        self._append(active, self.runner.logits(hidden))
-        self.timings.add_step(time.perf_counter() - start, len(active))
-        yield from active
-
-    def _append(self, requests: list[Request], logits: torch.Tensor) -> None:
-        """Samples the next token of each request from logits [R, V]; finished ones leave."""
-        eos = self.model.config.eos_token_ids
-        params = [r.params for r in requests]
-        logits = mask_stop_ids(logits, params, [len(r.output_ids) for r in requests], eos)
-        tokens = sample(logits, params, [r.generator for r in requests])
-        for request, token in zip(requests, tokens, strict=True):
-            request.append(token, eos)
-            if request.finished:
-                self._release(request)
-
-    def _release(self, request: Request) -> None:
-        self.cache.release(request.row)
-        request.row = -1
+    def _run(self, requests: list[Request]) -> Iterator[Delta]:
+        """Yields each token as it comes; when the caller stops listening, what runs is aborted."""
+        unfinished = [request for request in requests if not request.finished]
+        try:
+            for request in unfinished:
+                self.scheduler.add(request)
+            while unfinished:
+                for request in unfinished:
+                    while request.unread:
+                        yield request.unread.popleft()
+                # Another stream may have moved ours on, even while one of its tokens was read.
+                unfinished = [r for r in unfinished if r.unread or not r.finished]
+                if not all(r.unread for r in unfinished):
+                    self.scheduler.step()
+        finally:  # also on Ctrl-C
+            for request in requests:
+                self.scheduler.abort(request)
 
 
 def _raise_error_of(requests: list[Request]) -> None:

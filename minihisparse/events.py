@@ -22,7 +22,7 @@ class LayerEvent:
 
     step: 1 for the first decode step (the first token comes from prefill). layer: 0..L-1.
     indices: [R], the requests' places in the caller's list. seq_lens: [R] (S).
-    positions: [R, K] int32, selected. slots: [R, K] int64, where they are.
+    positions: [R, K] int32, selected. slots: [R, K] int32, where they are.
     hit, missed: [R, K] bool. evicted: [R, K] int32, the position that a miss displaced.
     bytes_h2d: [R] int64, record bytes fetched from the host pool.
     attention: [R, Hq, D], the attention output, before the output projection.
@@ -69,23 +69,22 @@ def explain(
         hit, held = resident, torch.full_like(positions, -1)
     else:
         num_slots = tokens_before.shape[1]
-        held = tokens_before.gather(1, slots.clamp(0, num_slots - 1))
+        held = tokens_before.gather(1, slots.long().clamp(0, num_slots - 1))
         newest = positions == batch.seq_lens[:, None] - 1  # written through, whatever was there
         hit = resident & (newest | (held == positions))
         lru_slots = cache.lru_slots[layer, batch.req_pool_indices]
     missed = resident & ~hit
-    record_bytes = cache.records[layer].shape[2] * cache.records[layer].itemsize
     return LayerEvent(
         step=step,
         layer=layer,
         indices=indices,
         seq_lens=batch.seq_lens.tolist(),
-        positions=positions,
-        slots=slots,
+        positions=positions.clone(),  # the next layer overwrites them on a GPU
+        slots=slots.clone(),
         hit=hit,
         missed=missed,
         evicted=torch.where(missed, held, -1),
-        bytes_h2d=missed.sum(1) * record_bytes,
+        bytes_h2d=missed.sum(1) * cache.record_bytes,
         attention=result.attention,
         device_buffer_tokens=tokens_of(cache, layer, batch),
         lru_slots=lru_slots,

@@ -1,14 +1,16 @@
-"""Where KV records live on the device: all of them (FullCache), or a few of them (HiSparseCache).
+"""Where KV records live on the device: a few of them per request, the rest in host memory.
 
-Both caches have the same interface and differ in exactly one thing: what `resolve` answers and
-which tensor the answer indexes. Everything around them (selector, order of positions, padding,
-attention) is the same, and that is why their outputs can be compared bit for bit.
+`KVCache` is what both caches share, `HiSparseCache` the one this project is about; `FullCache`, all
+records on the device, is in `full_cache.py`. They have the same interface and differ in exactly one
+thing: what `resolve` answers and which tensor the answer indexes. Everything around them (selector,
+order of positions, padding, attention) is the same, and that is why their outputs can be compared
+bit for bit.
 
     row = cache.admit(num_tokens)                    a request comes; refused: ValueError, no change
     cache.write_prompt(layer, row, records)          its prompt's records, layer by layer
     cache.write_through(layer, records, batch)       each step: the newest record of each request
     slots = cache.resolve(layer, positions, batch)   each step: selected positions -> slots
-    cache.records[layer]                             [max_requests, N, W]: what the slots index
+    cache.slot_records(layer)                        [N, W]: slot s of row r is first_slot[r] + s
     cache.release(row)                               the request leaves, finished or aborted
 
 Upstream names: device_buffer_tokens, lru_slots, device_buffer_size, write-through.
@@ -17,9 +19,9 @@ Invariants (`check_integrity`): every occupied slot's record equals the host row
 position); the positions in a request's slots are distinct; lru_slots is a permutation; what belongs
 to no request is empty.
 
-Cost on the device: HiSparse (B + 1) * W elements per request and layer, whatever the request's
-length, and 6 bytes of tables per slot; full max_model_len * W elements. A cache deliberately knows
-neither scores nor models.
+Cost on the device: (B + 1) * W elements per request and layer, whatever the request's length, and
+6 bytes of tables per slot. On a GPU everything that happens in a step is a kernel, on a CPU torch
+operations. A cache deliberately knows neither scores nor models.
 """
 
 from __future__ import annotations
@@ -32,16 +34,24 @@ from torch import Tensor
 
 from minihisparse.batch import Batch
 from minihisparse.host_store import HostPool, check
-from minihisparse.kernels.resolve_torch import check_positions, resolve_torch
+from minihisparse.kernels.resolve_torch import resolve_torch
 
 if TYPE_CHECKING:
     from minihisparse.kernels.resolver import Resolver
 
 
 class KVCache:
-    """What both caches share: who holds which row, and the counts of hits, misses and evictions."""
+    """What both caches share: who holds which request row, and how a record is found.
 
-    records: list[Tensor]
+    first_slot: [max_requests] int64, where a row's slots begin in `slot_records`.
+    counters: [L, 3] int64, hits, misses and evictions; None where there is nothing to count.
+    """
+
+    records: list[Tensor]  # per layer, [..., W]
+    host: HostPool | None = None
+    first_slot: Tensor
+    counters: Tensor | None = None
+    metadata_bytes: int
 
     def __init__(self, num_layers: int, max_requests: int, device: torch.device, checked: bool):
         self.num_layers = num_layers
@@ -49,7 +59,6 @@ class KVCache:
         self.device = device
         self.checked = checked
         self.rows: set[int] = set()
-        self.counters = torch.zeros(num_layers, 3, dtype=torch.int64, device=device)
 
     def admit(self, num_tokens: int) -> int:
         """Takes the lowest free request row, with room for `num_tokens` positions.
@@ -72,76 +81,19 @@ class KVCache:
         self._clear(row)
         self.rows.remove(row)
 
-    def _count(self, layer: int, *counts: Tensor) -> None:
-        """Adds hits, misses and evictions, in this order."""
-        self.counters[layer, : len(counts)] += torch.stack(counts)
+    def slot_records(self, layer: int) -> Tensor:
+        """[N, W]: the records of all slots, all request rows."""
+        return self.records[layer].flatten(0, -2)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one record in one layer."""
+        return self.records[0].shape[-1] * self.records[0].itemsize
 
     @property
     def device_kv_bytes(self) -> int:
         """Device bytes of KV records, all request rows."""
         return sum(records.nbytes for records in self.records)
-
-
-class FullCache(KVCache):
-    """All KV on the device ("full HBM"): the slot of position p is p, and nothing ever misses."""
-
-    metadata_bytes = 0
-    host = None
-
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        record_width: int,
-        max_requests: int,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        checked: bool = False,
-    ) -> None:
-        super().__init__(num_layers, max_requests, device, checked)
-        shape = (max_requests, max_model_len, record_width)
-        self.records = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-
-    def _reserve(self, row: int, num_tokens: int) -> None:
-        if num_tokens > self.records[0].shape[1]:
-            limit = self.records[0].shape[1]
-            raise ValueError(
-                f"{num_tokens} tokens are more than a request may have, {limit}; "
-                "raise --max-model-len"
-            )
-
-    @property
-    def max_tokens_per_request(self) -> int:
-        return self.records[0].shape[1]
-
-    def _clear(self, row: int) -> None:
-        """Nothing to clear: what a request did not write is never read."""
-
-    def write_prompt(self, layer: int, row: int, records: Tensor) -> None:
-        """Stores records [T, W] of positions 0..T-1."""
-        self.records[layer][row, : len(records)] = records
-
-    def write_through(self, layer: int, records: Tensor, batch: Batch) -> None:
-        """Stores the newest record of each request; records [R, W]."""
-        batch, records = batch.real, records[: batch.num_real_reqs]
-        self.records[layer][batch.req_pool_indices, batch.positions] = records
-
-    def resolve(self, layer: int, positions: Tensor, batch: Batch) -> Tensor:
-        """Slots [R, K] int64 of positions [R, K] int32: the positions themselves, -1 elsewhere.
-
-        Raises ValueError in checked mode if a position is out of range.
-        """
-        num_rows, positions = len(positions), positions[: batch.num_real_reqs]
-        seq_lens = batch.real.seq_lens
-        if self.checked:
-            check_positions(positions, seq_lens)
-        readable = (positions >= 0) & (positions < seq_lens[:, None])
-        self._count(layer, readable.sum())
-        return pad_rows(torch.where(readable, positions, -1).long(), num_rows)
-
-    def check_integrity(self) -> None:
-        """FullCache has no state that could contradict itself."""
 
 
 class HiSparseCache(KVCache):
@@ -157,36 +109,61 @@ class HiSparseCache(KVCache):
         device: torch.device,
         checked: bool = False,
         swap_in_block_size: int | None = None,
+        skip_io: bool = False,
+        kernels: bool | None = None,
     ) -> None:
         """The caches of `max_requests` request rows, as many layers and as wide as the host pool.
 
         top_k: positions per request in each `resolve`. swap_in_block_size: threads per block of the
-        Resolve kernel; None: by the sizes. Raises ValueError or RuntimeError if the GPU cannot run
-        it.
+        Resolve kernel; None: by the sizes. skip_io: the no-IO oracle: all decisions are made, no
+        record is fetched, and outputs are wrong. kernels: work with kernels (simulated on a CPU) or
+        with torch; None: kernels on a GPU. Raises ValueError or RuntimeError if the GPU cannot run
+        them.
         """
         num_layers, _, record_width = host.records.shape
         super().__init__(num_layers, max_requests, device, checked)
         self.host = host
         self.device_buffer_size = device_buffer_size
         self.top_k = top_k
-        self.swap_in_block_size = swap_in_block_size
+        self.skip_io = skip_io
+        self.counters = torch.zeros(num_layers, 3, dtype=torch.int64, device=device)
         shape = (max_requests, device_buffer_size + 1, record_width)
+        empty = (
+            torch.zeros if skip_io else torch.empty
+        )  # what is never fetched is read all the same
         self.records = [
-            torch.empty(shape, dtype=host.records.dtype, device=device) for _ in range(num_layers)
+            empty(shape, dtype=host.records.dtype, device=device) for _ in range(num_layers)
         ]
+        rows = torch.arange(max_requests, dtype=torch.int64, device=device)
+        self.first_slot = rows * (device_buffer_size + 1)
         shape = (num_layers, max_requests, device_buffer_size)
         self.device_buffer_tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._initial_order = torch.arange(device_buffer_size, dtype=torch.int16, device=device)
         self.lru_slots = self._initial_order.expand(shape).contiguous()  # [L, max_requests, B]
         self._resolver: Resolver | None = None
-        if device.type == "cuda":
-            self._resolver = self._make_resolver(max_requests)
+        if device.type == "cuda" if kernels is None else kernels:
+            from minihisparse.kernels import write_through
+            from minihisparse.kernels.resolver import Resolver
+
+            self._write_kernels = write_through
+            self._resolver = Resolver(
+                max_requests=max_requests,
+                top_k=top_k,
+                device_buffer_size=device_buffer_size,
+                record_bytes=record_width * host.records.dtype.itemsize,
+                req_to_host_pool=host.req_to_host_pool,
+                page_size=host.page_size,
+                swap_in_block_size=swap_in_block_size,
+                skip_io=skip_io,
+                checked=checked,
+            )
             self._resolver.load()
 
     @property
     def metadata_bytes(self) -> int:
         """Device bytes of the tables: slots, LRU order, host pages, and the kernel's own."""
         tables = (self.device_buffer_tokens, self.lru_slots, self.host.req_to_host_pool)
+        tables += (self.first_slot, self.counters, self._initial_order)
         kernel_bytes = self._resolver.device_bytes if self._resolver else 0
         return sum(table.nbytes for table in tables) + kernel_bytes
 
@@ -194,8 +171,9 @@ class HiSparseCache(KVCache):
         self.host.allocate(row, num_tokens)
 
     @property
-    def max_tokens_per_request(self) -> int:
-        return self.host.max_tokens_per_request
+    def longest_request(self) -> tuple[int, str, str]:
+        """Tokens that a request can have while no other has any; where, and the flag that helps."""
+        return self.host.max_tokens_per_request, "the host pool", "--host-to-device-ratio"
 
     def _clear(self, row: int) -> None:
         self.host.release(row)
@@ -210,8 +188,16 @@ class HiSparseCache(KVCache):
         """
         num_tokens = len(records)
         positions = torch.arange(num_tokens, device=self.device)
-        requests = torch.full_like(positions, row)
-        self.host.write(layer, self.host.host_rows_of(requests, positions), records)
+        if self._resolver:
+            self._write_kernels.write_prompt(
+                records,
+                self.host.req_to_host_pool[row],
+                self.host.page_size,
+                self.host.records[layer],
+            )
+        else:
+            requests = torch.full_like(positions, row)
+            self.host.write(layer, self.host.host_rows_of(requests, positions), records)
         if num_tokens <= self.device_buffer_size:
             self.records[layer][row, :num_tokens] = records
             self.device_buffer_tokens[layer, row, :num_tokens] = positions.int()
@@ -221,6 +207,18 @@ class HiSparseCache(KVCache):
 
         records [R, W]. Position S-1 goes to slot S-1 while S <= B, and to slot B afterwards.
         """
+        if self._resolver:
+            self._write_kernels.write_through(
+                records,
+                *batch.tensors,
+                self.device_buffer_tokens[layer],
+                self.records[layer],
+                self.device_buffer_size,
+                self.host.req_to_host_pool,
+                self.host.page_size,
+                self.host.records[layer],
+            )
+            return
         batch, records = batch.real, records[: batch.num_real_reqs]
         rows, positions = batch.req_pool_indices, batch.positions
         slots = positions.clamp(max=self.device_buffer_size)
@@ -235,13 +233,21 @@ class HiSparseCache(KVCache):
         tokens[rows, slots] = torch.where(growing, positions.int(), tokens[rows, slots])
 
     def resolve(self, layer: int, positions: Tensor, batch: Batch) -> Tensor:
-        """Makes the records of positions [R, K] int32 resident; their slots [R, K] int64.
+        """Makes the records of positions [R, K] int32 resident; their slots [R, K] int32.
 
-        On a GPU in one kernel, else in torch operations. Raises ValueError in checked mode if a
-        position is out of range.
+        On a GPU in one kernel, and the next call overwrites the answer; else in torch operations.
+        Raises ValueError in checked mode if a position is out of range.
         """
-        if self.device.type == "cuda":
-            return self._resolve_fused(layer, positions, batch)
+        if self._resolver:
+            return self._resolver.resolve(
+                positions,
+                *batch.tensors,
+                device_buffer_tokens=self.device_buffer_tokens[layer],
+                lru_slots=self.lru_slots[layer],
+                host_records=self.host.records[layer],
+                records=self.records[layer],
+                counters=self.counters[layer],
+            )
         num_rows, positions = len(positions), positions[: batch.num_real_reqs]
         batch = batch.real
         rows = batch.req_pool_indices
@@ -253,43 +259,14 @@ class HiSparseCache(KVCache):
             lru_slots.index_select(0, rows),
             checked=self.checked,
         )
-        self._fetch(layer, rows, positions, done.slots, done.fetch)
+        if not self.skip_io:
+            self._fetch(layer, rows, positions, done.slots, done.fetch)
         tokens.index_copy_(0, rows, done.tokens)
         lru_slots.index_copy_(0, rows, done.lru_slots)
         misses = done.fetch.sum()
-        self._count(layer, (done.slots >= 0).sum() - misses, misses, (done.evicted >= 0).sum())
-        return pad_rows(done.slots, num_rows)
-
-    def _resolve_fused(self, layer: int, positions: Tensor, batch: Batch) -> Tensor:
-        if self._resolver is None or self._resolver.max_requests < len(positions):
-            self._resolver = self._make_resolver(len(positions))  # more padding than ever
-        slots = self._resolver.resolve(
-            positions,
-            batch.seq_lens,
-            batch.req_pool_indices,
-            batch.num_real_reqs_tensor,
-            device_buffer_tokens=self.device_buffer_tokens[layer],
-            lru_slots=self.lru_slots[layer],
-            host_records=self.host.records[layer],
-            records=self.records[layer],
-            counters=self.counters[layer],
-        )
-        return slots.long()  # a copy: the next layer overwrites the answer
-
-    def _make_resolver(self, max_requests: int) -> Resolver:
-        from minihisparse.kernels.resolver import Resolver  # needs Numba, which a CPU does not
-
-        record_width, dtype = self.host.records.shape[2], self.host.records.dtype
-        return Resolver(
-            max_requests=max_requests,
-            top_k=self.top_k,
-            device_buffer_size=self.device_buffer_size,
-            record_bytes=record_width * dtype.itemsize,
-            req_to_host_pool=self.host.req_to_host_pool,
-            page_size=self.host.page_size,
-            swap_in_block_size=self.swap_in_block_size,
-            checked=self.checked,
-        )
+        hits, evictions = (done.slots >= 0).sum() - misses, (done.evicted >= 0).sum()
+        self.counters[layer] += torch.stack([hits, misses, evictions])
+        return pad_rows(done.slots.int(), num_rows)
 
     def _fetch(
         self, layer: int, rows: Tensor, positions: Tensor, slots: Tensor, fetch: Tensor

@@ -11,27 +11,36 @@ upper bound of q . k over the page. The bounds of each query head go through a s
 pages, the heads are summed, and the best pages are read whole.
 
 Cost: 2 * Hkv * D elements per page and layer on the device, as much as one record: with pages of
-16, 1/16 of the KV. It is read once per step and layer, and it grows with the context.
+16, 1/16 of the KV. It is read once per step and layer, and it grows with the context. On a GPU a
+selection is a few kernels (`kernels/quest.py`), on a CPU torch operations, below.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minihisparse.batch import Batch
+from minihisparse.extents import ExtentPool
+
+if TYPE_CHECKING:
+    from minihisparse.kernels.quest import QuestKernels
 
 
 class QuestSelector:
     """Quest over pages; the newest page is always read.
 
-    `bounds`: [L, max_requests, Hkv, P, 2, D] in the model's dtype, each page's max and min key.
+    bounds: [L, num_pages, Hkv, 2, D] in the model's dtype, each page's max and min key.
+    pages: who owns which of them; a request's pages lie side by side.
     """
 
     def __init__(
         self,
         *,
         num_layers: int,
+        num_q_heads: int,
         num_kv_heads: int,
         head_dim: int,
         top_k: int,
@@ -40,8 +49,14 @@ class QuestSelector:
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_pages: int | None = None,
+        kernels: bool | None = None,
     ) -> None:
-        """Raises ValueError if `top_k` is not a whole number of pages."""
+        """num_pages: of all requests together; None: for max_requests of max_model_len tokens.
+        kernels: select with kernels (simulated on a CPU) or with torch; None: kernels on a GPU.
+
+        Raises ValueError if `top_k` is not a whole number of pages.
+        """
         if top_k < page_size or top_k % page_size:
             raise ValueError(
                 f"quest reads whole pages: top_k={top_k} is not a multiple of "
@@ -49,41 +64,90 @@ class QuestSelector:
             )
         self.page_size = page_size
         self.top_k = top_k
-        num_pages = -(-max_model_len // page_size)
-        shape = (num_layers, max_requests, num_kv_heads, num_pages, 2, head_dim)
+        pages_per_request = -(-max_model_len // page_size)
+        if num_pages is None:
+            num_pages = pages_per_request * max_requests
+        self.pages = ExtentPool(num_pages, max_requests, device)
+        shape = (num_layers, num_pages, num_kv_heads, 2, head_dim)
         self.bounds = torch.zeros(shape, dtype=dtype, device=device)
+        self._kernels: QuestKernels | None = None
+        if device.type == "cuda" if kernels is None else kernels:
+            from minihisparse.kernels.quest import QuestKernels
+
+            self._kernels = QuestKernels(
+                max_requests=max_requests,
+                max_pages_per_request=pages_per_request,
+                num_q_heads=num_q_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                top_k=top_k,
+                page_size=page_size,
+                dtype=dtype,
+                device=device,
+            )
+            self._kernels.load()
 
     @property
     def state_bytes(self) -> int:
-        return self.bounds.nbytes
+        """Device bytes, all request rows."""
+        kernel_bytes = self._kernels.device_bytes if self._kernels else 0
+        return self.bounds.nbytes + self.pages.first.nbytes + kernel_bytes
+
+    def admit(self, row: int, num_tokens: int) -> None:
+        """Takes pages for `num_tokens` positions. Raises ValueError, changing nothing, if there
+        are not enough of them.
+        """
+        num_pages = -(-num_tokens // self.page_size)
+        if not self.pages.allocate(row, num_pages):
+            raise ValueError(
+                f"the selector's state has {self.pages.num_free} of {self.pages.num_units} pages "
+                f"free, {num_pages} in one piece are needed for {num_tokens} tokens; raise "
+                "--hbm-budget-gib, or lower --max-new-tokens"
+            )
+
+    @property
+    def longest_request(self) -> tuple[int, str, str]:
+        """Tokens that a request can have while no other has any; where, and the flag that helps."""
+        return self.pages.num_units * self.page_size, "the selector's state", "--hbm-budget-gib"
+
+    def release(self, row: int) -> None:
+        self.pages.release(row)
 
     def write_prompt(self, layer: int, row: int, k: Tensor) -> None:
         """Builds the bounds of a whole prompt; k [T, Hkv, D], positions 0..T-1."""
         num_full = len(k) // self.page_size
-        pages = [k[: num_full * self.page_size].unflatten(0, (num_full, self.page_size))]
+        blocks = [k[: num_full * self.page_size].unflatten(0, (num_full, self.page_size))]
         if num_full * self.page_size < len(k):
-            pages.append(k[None, num_full * self.page_size :])
-        first = 0
-        for block in pages:  # [pages, tokens, Hkv, D]
+            blocks.append(k[None, num_full * self.page_size :])
+        first, _ = self.pages.extent_of(row)
+        for block in blocks:  # [pages, tokens, Hkv, D]
             if len(block):
                 bounds = torch.stack([block.amax(1), block.amin(1)], dim=2)  # [pages, Hkv, 2, D]
-                span = slice(first, first + len(block))
-                self.bounds[layer, row, :, span] = bounds.transpose(0, 1)
+                self.bounds[layer, first : first + len(block)] = bounds
                 first += len(block)
 
     def write(self, layer: int, k: Tensor, batch: Batch) -> None:
         """Adds the newest key of each request to its page; k [R, Hkv, D]."""
+        bounds = self.bounds[layer]
+        if self._kernels:
+            self._kernels.write(bounds, self.pages.first, k, *batch.tensors)
+            return
         batch, k = batch.real, k[: batch.num_real_reqs]
-        rows, positions = batch.req_pool_indices, batch.positions
-        bounds, page = self.bounds[layer], positions // self.page_size
-        old_max, old_min = bounds[rows, :, page].unbind(2)  # [R, Hkv, D] each
+        positions = batch.positions
+        page = self.pages.first[batch.req_pool_indices] + positions // self.page_size
+        old_max, old_min = bounds[page].unbind(2)  # [R, Hkv, D] each
         starts_page = (positions % self.page_size == 0)[:, None, None]
         new_max = torch.where(starts_page, k, torch.maximum(old_max, k))
         new_min = torch.where(starts_page, k, torch.minimum(old_min, k))
-        bounds[rows, :, page] = torch.stack([new_max, new_min], dim=2)
+        bounds[page] = torch.stack([new_max, new_min], dim=2)
 
     def select(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
-        """The positions to read, [R, K] int32, for the newest queries q [R, Hq, D]."""
+        """The positions to read, [R, K] int32, for the newest queries q [R, Hq, D].
+
+        On a GPU the next call overwrites them.
+        """
+        if self._kernels:
+            return self._kernels.select(self.bounds[layer], self.pages.first, q, *batch.tensors)
         num_pages = max(-(-batch.max_seq_len // self.page_size), 1)  # 1: all rows are padding
         scores = self._page_scores(layer, q, batch, num_pages)  # [R, P]
         newest = (batch.positions // self.page_size)[:, None]
@@ -107,13 +171,17 @@ class QuestSelector:
                                          = relu(q) . max + min(q, 0) . min
         """
         num_reqs, _, head_dim = q.shape
-        bounds = self.bounds[layer, :, :, :num_pages][batch.req_pool_indices].float()
-        bounds = bounds.flatten(3)  # [R, Hkv, P, 2 * D]
+        page = torch.arange(num_pages, device=q.device)
+        pages = self.pages.first[batch.req_pool_indices, None] + page
+        # A shorter request's pages may end before those of the batch: what is read there is masked.
+        pages = pages.clamp(max=self.pages.num_units - 1)
+        bounds = self.bounds[layer].index_select(0, pages.flatten()).float()
+        bounds = bounds.view(*pages.shape, *bounds.shape[1:]).transpose(1, 2).flatten(3)
+        # bounds [R, Hkv, P, 2 * D]
         q = q.float().view(num_reqs, bounds.shape[1], -1, head_dim)  # [R, Hkv, group, D]
         signed = torch.cat([q.clamp(min=0), q.clamp(max=0)], dim=-1)
         bound = signed @ bounds.transpose(-1, -2) * head_dim**-0.5  # [R, Hkv, group, P]
-        page_start = torch.arange(num_pages, device=q.device) * self.page_size
-        unwritten = page_start >= batch.seq_lens[:, None]  # [R, P]
+        unwritten = page * self.page_size >= batch.seq_lens[:, None]  # [R, P]
         bound.masked_fill_(unwritten[:, None, None, :], -torch.inf)
         scores = bound.softmax(dim=-1).sum(dim=(1, 2))
         return scores.masked_fill_(unwritten, -torch.inf)

@@ -1,8 +1,8 @@
 """The decoder of Llama, Qwen2 and Qwen3, in the pieces that a decode step is made of.
 
     hidden = embed(token_ids)
-    for each layer:   q, k, v = attention_inputs(layer, hidden, positions)
-                      ...         somebody's attention over somebody's K and V
+    for each layer:   q, records = attention_inputs(layer, hidden, positions)
+                      ...         somebody's attention over somebody's records
                       hidden = attention_output(layer, hidden, attn)
     logits(hidden)
 
@@ -54,12 +54,19 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Tensor], *, max_model_len: int | None = None
+        self,
+        config: ModelConfig,
+        weights: dict[str, Tensor],
+        *,
+        max_model_len: int | None = None,
+        kernels: bool | None = None,
     ) -> None:
         """Pack `weights` (Hugging Face names, all of one dtype and device), and empty the dict.
 
         Each tensor leaves the dict as it is packed: otherwise the model would be in memory twice.
         max_model_len: length of the RoPE table. None: the config's max_position_embeddings.
+        kernels: use kernels between the matrix products (simulated on a CPU), or torch; None:
+        kernels on a GPU.
 
         Raises ValueError: weights missing, superfluous, of a wrong shape, or a tied head that
         differs from the embedding.
@@ -79,6 +86,11 @@ class Decoder:
         self.max_model_len = max_model_len or config.max_position_embeddings
         table = rope_table(config.rope, config.head_dim, self.max_model_len)
         self._rope_table = table.to(self.device, self.dtype)  # [max_model_len, 2, 1, D]
+        self._pointwise = None
+        if self.device.type == "cuda" if kernels is None else kernels:
+            from minihisparse.kernels import pointwise
+
+            self._pointwise = pointwise
 
     @classmethod
     def from_folder(
@@ -106,12 +118,16 @@ class Decoder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         max_model_len: int | None = None,
+        drawn_on: torch.device | str = "cpu",
     ) -> Decoder:
-        """A model with random weights, the same for a seed whatever the device; for small sizes."""
-        generator = torch.Generator().manual_seed(seed)
+        """A model with random weights, the same for a seed whatever the device.
+
+        drawn_on: where the numbers are drawn: a GPU is quick, but draws other ones than a CPU.
+        """
+        generator = torch.Generator(drawn_on).manual_seed(seed)
         weights = {}
         for name, shape in weight_shapes(config).items():
-            noise = torch.randn(shape, generator=generator)
+            noise = torch.randn(shape, generator=generator, device=drawn_on)
             if name.endswith("norm.weight"):
                 noise = 1 + 0.1 * noise
             else:  # divided so that a projection keeps the size of its input
@@ -136,22 +152,27 @@ class Decoder:
     @torch.inference_mode()
     def attention_inputs(
         self, layer: int, hidden: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, hidden], positions [T] int64 -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D].
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [T, hidden], positions [T] int64 -> q [T, Hq, D], records [T, 2 * Hkv * D].
 
-        q and k are rotated. All three are views with strides of their own: copy them to keep them.
+        q and the keys are rotated; a record is K of all KV heads, then V. Both are views with
+        strides of their own: copy them to keep them.
         Raises IndexError on a CPU: a position >= max_model_len.
         """
         c, w = self.config, self.layers[layer]
         n_q, n_kv = c.num_attention_heads, c.num_key_value_heads
         x = self._norm(hidden, w.input_norm)
         qkv = _linear(x, w.qkv, w.qkv_bias).view(-1, n_q + 2 * n_kv, c.head_dim)
+        if self._pointwise:
+            table, eps = self._rope_table, c.rms_norm_eps
+            self._pointwise.rope(qkv, positions, table, n_kv, w.qk_norm, eps)
+            return qkv[:, :n_q], qkv[:, n_q:].flatten(1)
         qk, v = qkv.split([n_q + n_kv, n_kv], dim=1)
         if w.qk_norm is not None:
             qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * w.qk_norm
         cos, sin = self._rope_table.index_select(0, positions).unbind(1)  # [T, 1, D] each
         q, k = apply_rope(qk, cos, sin).split([n_q, n_kv], dim=1)
-        return q, k, v
+        return q, torch.cat([k, v], dim=1).flatten(1)
 
     @torch.inference_mode()
     def attention_output(self, layer: int, hidden: Tensor, attn: Tensor) -> Tensor:
@@ -160,10 +181,19 @@ class Decoder:
         The output projection and the MLP, each added to the residual stream.
         """
         w = self.layers[layer]
-        hidden = hidden + _linear(attn.flatten(1), w.o, w.o_bias)
-        x = self._norm(hidden, w.post_norm)
-        gate, up = _linear(x, w.gate_up, w.gate_up_bias).chunk(2, dim=-1)
-        return hidden + _linear(F.silu(gate) * up, w.down, w.down_bias)
+        attn = _linear(attn.flatten(1), w.o, w.o_bias)
+        if self._pointwise:
+            x = torch.empty_like(attn)
+            self._pointwise.add_rms_norm(attn, hidden, w.post_norm, self.config.rms_norm_eps, x)
+            hidden, gate_up = attn, _linear(x, w.gate_up, w.gate_up_bias)  # attn += hidden
+            x = gate_up.new_empty(len(x), gate_up.shape[1] // 2)
+            self._pointwise.silu_mul(gate_up, x)
+        else:
+            hidden = hidden + attn
+            x = self._norm(hidden, w.post_norm)
+            gate, up = _linear(x, w.gate_up, w.gate_up_bias).chunk(2, dim=-1)
+            x = F.silu(gate) * up
+        return hidden + _linear(x, w.down, w.down_bias)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -171,6 +201,10 @@ class Decoder:
         return _linear(self._norm(hidden, self.final_norm), self.head).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._pointwise:
+            out = torch.empty_like(x)
+            self._pointwise.add_rms_norm(x, None, weight, self.config.rms_norm_eps, out)
+            return out
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
 

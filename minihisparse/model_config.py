@@ -87,8 +87,14 @@ class ModelConfig:
         """
         folder = find_folder(folder)
         config_file, generation_file = folder / "config.json", folder / "generation_config.json"
+        return cls.from_file(config_file, generation_file)
+
+    @classmethod
+    def from_file(cls, config_file: str | Path, generation_file: str | Path = "") -> ModelConfig:
+        """Read a config.json, and a generation_config.json if there is one. Raises the same."""
+        config_file, generation_file = Path(config_file), Path(generation_file)
         raw = _read_json(config_file)
-        generation = _read_json(generation_file) if generation_file.exists() else {}
+        generation = _read_json(generation_file) if generation_file.is_file() else {}
         with _errors_name(generation_file):
             end_tokens = _token_ids("eos_token_id", generation)
         with _errors_name(config_file):

@@ -7,6 +7,7 @@ A request knows its tokens and its text; it deliberately does not know caches or
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ class Request:
     index: its place in the caller's list. row: its request row in the cache, -1 while it has none.
     finish_reason: None while it runs; "stop" (EOS, a stop id or a stop string), "length",
         "error" (`error` says why), or "abort" (the caller stopped listening).
+    unread: tokens that the caller has not seen yet.
     """
 
     index: int
@@ -39,6 +41,8 @@ class Request:
     error: str | None = None
     arrival: float = field(default_factory=time.perf_counter)
     token_times: list[float] = field(default_factory=list)
+    unread: deque[Delta] = field(default_factory=deque)
+    _stop_ids: frozenset[int] | None = None
 
     @property
     def finished(self) -> bool:
@@ -50,11 +54,18 @@ class Request:
         return len(self.prompt_ids) + self.params.max_new_tokens
 
     def append(self, token_id: int, eos_token_ids: Iterable[int]) -> None:
-        """Takes the next token; sets `delta`, the text that became final, and `finish_reason`."""
+        """Takes the next token, and leaves a Delta in `unread` for whoever listens."""
+        self._append(token_id, eos_token_ids)
+        self.unread.append(Delta(self.index, self.delta, token_id, self.finish_reason))
+
+    def _append(self, token_id: int, eos_token_ids: Iterable[int]) -> None:
+        """Sets `delta`, the text that became final, and `finish_reason`."""
         self.token_times.append(time.perf_counter())
         self.output_ids.append(token_id)
         self.delta = ""
-        if token_id in self.params.stop_ids(eos_token_ids):
+        if self._stop_ids is None:
+            self._stop_ids = self.params.stop_ids(eos_token_ids)
+        if token_id in self._stop_ids:
             self.finish("stop")
             return
         if self.detokenizer is not None:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 DEFAULT_MAX_NEW_TOKENS = 128
+NO_TOKEN = -1  # in place of a token id, where logits are no numbers
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,10 @@ def mask_stop_ids(
     vocab_size = logits.shape[1]
     masked = logits
     for r, (request, count) in enumerate(zip(params, num_new_tokens, strict=True)):
+        if count >= request.min_new_tokens:
+            continue
         ids = sorted(request.stop_ids(eos_token_ids))
-        if count >= request.min_new_tokens or not ids:
+        if not ids:
             continue
         if ids[-1] >= vocab_size:
             raise ValueError(
@@ -174,42 +177,53 @@ def sample(
 
     logits: [R, V] float32; -inf forbids a token.
     generators: from `make_generator`; each random row advances its own by one draw.
-    Returns R token ids.
+    Returns R token ids; NO_TOKEN for a row that holds NaN or +inf, or forbids every token: its
+    generator does not advance.
 
-    Raises FloatingPointError: a row holds NaN or +inf, or forbids every token; ValueError: sizes
-    differ, or a random row has no generator.
+    Raises ValueError: sizes differ, or a random row has no generator.
     """
     if logits.ndim != 2 or not len(logits) == len(params) == len(generators):
         raise ValueError(
             f"got logits {tuple(logits.shape)}, {len(params)} params and {len(generators)} "
             "generators, expected [R, V], R and R"
         )
-    # max passes NaN on, so that one number per row tells all three faults.
-    for r, peak in enumerate(logits.amax(dim=-1).tolist()):
-        if not math.isfinite(peak):
-            raise FloatingPointError(
-                f"row {r}: its largest logit is {peak}, expected a finite number; "
-                "the model's output overflowed, or every token is forbidden"
-            )
-    tokens = logits.argmax(dim=-1).tolist()  # [R]; torch returns the first of equal values
-    for r, (request, generator) in enumerate(zip(params, generators, strict=True)):
-        if request.greedy:
-            continue
-        if generator is None:
-            raise ValueError(f"row {r}: temperature {request.temperature} needs a generator")
-        tokens[r] = _draw(logits[r].cpu(), request, generator)
+    # max passes NaN on, so that one number per row tells all three faults. One copy from the device
+    # brings both numbers, float64 holds any token id.
+    peaks, tokens = logits.max(dim=-1)  # torch returns the first of equal values
+    peaks, tokens = torch.stack([peaks.double(), tokens.double()]).tolist()
+    tokens = [int(t) if math.isfinite(p) else NO_TOKEN for p, t in zip(peaks, tokens, strict=True)]
+    random = [r for r, p in enumerate(params) if not p.greedy and tokens[r] != NO_TOKEN]
+    for r in random:
+        if generators[r] is None:
+            raise ValueError(f"row {r}: temperature {params[r].temperature} needs a generator")
+    if random:
+        drawn = _draw(logits[random], [params[r] for r in random], [generators[r] for r in random])
+        for r, token in zip(random, drawn, strict=True):
+            tokens[r] = token
     return tokens
 
 
-def _draw(row: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
-    """Draw one token from a row of logits, [V] float32 on the CPU."""
-    values, ids = torch.sort(row, descending=True, stable=True)  # [V] float32, [V] int64
-    if params.top_k > 0:
-        values, ids = values[: params.top_k], ids[: params.top_k]
+def _draw(
+    logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]
+) -> list[int]:
+    """Draw one token from each row of logits [R, V] float32, on the device where they are."""
+    device = logits.device
+
+    def column(values: Iterable[float]) -> torch.Tensor:  # [R, 1] float64
+        return torch.tensor(list(values), dtype=torch.float64, device=device)[:, None]
+
+    values, ids = torch.sort(logits, dim=1, descending=True, stable=True)  # [R, V]
     # Below zero and in float64 no temperature overflows to NaN, however small.
-    scaled = (values - values[0]).double() / params.temperature  # [V or top_k] float64
-    probs = torch.softmax(scaled, dim=0)
-    if params.top_p < 1:
-        num_kept = int((probs.cumsum(dim=0) < params.top_p).sum()) + 1
-        probs = probs[:num_kept]
-    return int(ids[torch.multinomial(probs, 1, generator=generator)])
+    scaled = (values - values[:, :1]).double() / column(p.temperature for p in params)
+    rank = torch.arange(logits.shape[1], device=device)
+    limit = column(p.top_k if p.top_k > 0 else math.inf for p in params)
+    probs = scaled.masked_fill(rank >= limit, -math.inf).softmax(dim=1)  # [R, V] float64
+    mass = probs.cumsum(dim=1)
+    # A token belongs to the smallest set of mass top_p if those before it have less.
+    top_p = column(p.top_p if p.top_p < 1 else math.inf for p in params)
+    last = ((mass - probs < top_p) & (probs > 0)).sum(dim=1, keepdim=True) - 1  # [R, 1]
+    uniform = column(
+        torch.rand((), dtype=torch.float64, generator=generator).item() for generator in generators
+    )
+    chosen = torch.searchsorted(mass, uniform * mass.gather(1, last), right=True)
+    return ids.gather(1, torch.minimum(chosen, last))[:, 0].tolist()

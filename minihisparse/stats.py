@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import minihisparse
+from minihisparse.decode_step import DecodeStep
 from minihisparse.gpu_cache import KVCache
 from minihisparse.indexer import QuestSelector
 
@@ -118,37 +119,46 @@ class Timings:
 def cache_report(cache: KVCache) -> dict:
     """Hits, misses and evictions of all layers since the cache was made.
 
-    A hit is a selected position that was on the device already, the newest one included.
+    A hit is a selected position that was on the device already, the newest one included. All None
+    for FullCache.
     """
+    if cache.counters is None:  # full KV: everything is a hit, and nobody counts
+        return dict.fromkeys(("hits", "misses", "hit_rate", "evictions", "bytes_h2d"))
     hits, misses, evictions = cache.counters.sum(0).tolist()
-    per_layer = [layer[1] for layer in cache.counters.tolist()]
-    record_bytes = [r.shape[2] * r.itemsize for r in cache.records]
     return {
         "hits": hits,
         "misses": misses,
         "hit_rate": round(hits / (hits + misses), 6) if hits + misses else None,
         "evictions": evictions,
-        "bytes_h2d": sum(m * b for m, b in zip(per_layer, record_bytes, strict=True)),
+        "bytes_h2d": misses * cache.record_bytes,
     }
 
 
 def memory_report(
-    cache: KVCache, selector: QuestSelector, workspace: Workspace, num_tokens: Sequence[int]
+    cache: KVCache,
+    selector: QuestSelector,
+    workspace: Workspace,
+    num_tokens: Sequence[int],
+    step: DecodeStep | None = None,
 ) -> dict:
     """Bytes by kind. num_tokens: positions of each request, for what full KV would take.
 
     device_kv_bytes, selector_bytes, metadata_bytes: allocated on the device, for all request rows.
     workspace_bytes: see `Workspace`. host_pool_bytes: the pool's size (0 for FullCache).
     full_kv_bytes: the records of these requests, all of them, on the device.
+    step: adds step_bytes, what the decode step's kernels and libraries keep on the device, and
+        graph_bytes. On a GPU the first three and these two are what torch has allocated, beside
+        the weights.
     """
-    record_bytes = sum(r.shape[2] * r.itemsize for r in cache.records)
+    held = {} if step is None else {"step_bytes": step.step_bytes, "graph_bytes": step.graph_bytes}
     return {
         "device_kv_bytes": cache.device_kv_bytes,
         "selector_bytes": selector.state_bytes,
         "metadata_bytes": cache.metadata_bytes,
         "workspace_bytes": workspace.peak_bytes,
         "host_pool_bytes": cache.host.records.nbytes if cache.host is not None else 0,
-        "full_kv_bytes": sum(num_tokens) * record_bytes,
+        "full_kv_bytes": sum(num_tokens) * cache.num_layers * cache.record_bytes,
+        **held,
     }
 
 

@@ -6,6 +6,9 @@ the prompt, the selected positions, the attention output, the hidden state, the 
 newest record, which write-through has put on the device of one and into the host pool of the other.
 
 Only the cache differs, so any difference is HiSparse's fault; `Difference` says where it began.
+
+On a GPU each runner replays its CUDA graph, which nobody can stop in the middle: then the logits
+are compared, and the newest record of every layer. `--enforce-eager` looks at every layer there.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import torch
 from torch import Tensor
 
 from minihisparse.batch import Batch
-from minihisparse.gpu_cache import KVCache, bits
+from minihisparse.decode_step import DecodeStep
+from minihisparse.gpu_cache import bits
 from minihisparse.runner import LayerResult, Runner
 from minihisparse.stats import Timings, Workspace
 
@@ -41,12 +45,25 @@ class Lockstep:
     """Runs two runners over the same requests and compares them.
 
     first_difference: None while everything was equal. max_abs_diff: over all logits; inf if one
-    of two is no number.
+    of two is no number. use_graphs: whether steps are replayed, and compared as wholes.
     timings: per runner, "full" and "hisparse", each timed alone. tokens: per request, greedy.
     """
 
-    def __init__(self, full: Runner, hisparse: Runner, check_integrity: bool = True) -> None:
+    def __init__(
+        self,
+        full: Runner,
+        hisparse: Runner,
+        check_integrity: bool = True,
+        *,
+        enforce_eager: bool = False,
+        use_tqdm: bool = False,
+    ) -> None:
         self.runners = {"full": full, "hisparse": hisparse}
+        self.use_graphs = full.model.device.type == "cuda" and not enforce_eager
+        if self.use_graphs:
+            self._graphs = {
+                name: DecodeStep(runner, progress=use_tqdm) for name, runner in self.runners.items()
+            }
         self.check_integrity = check_integrity
         self.first_difference: Difference | None = None
         self.max_abs_diff = 0.0
@@ -73,7 +90,7 @@ class Lockstep:
         of each prefill, in each runner.
         """
         _check_arguments(prompts, max_new_tokens)
-        admitted: list[tuple[KVCache, int]] = []
+        admitted: list[tuple[Runner, int]] = []
         try:
             rows = [self._admit(len(prompt) + max_new_tokens, admitted) for prompt in prompts]
             last = [self._prefill(*item, progress) for item in zip(rows, prompts, strict=True)]
@@ -88,13 +105,13 @@ class Lockstep:
                 done = [d or t in stop_ids for d, t in zip(done, last, strict=True)]
                 yield last
         finally:
-            for cache, row in admitted:
-                cache.release(row)
+            for runner, row in admitted:
+                runner.release(row)
 
-    def _admit(self, num_tokens: int, admitted: list[tuple[KVCache, int]]) -> int:
-        """Admits a request to both caches; notes each in `admitted`, whatever happens next."""
+    def _admit(self, num_tokens: int, admitted: list[tuple[Runner, int]]) -> int:
+        """Admits a request to both runners; notes each in `admitted`, whatever happens next."""
         for runner in self.runners.values():
-            admitted.append((runner.cache, runner.cache.admit(num_tokens)))
+            admitted.append((runner, runner.admit(num_tokens)))
         rows = [row for _, row in admitted[-2:]]
         if rows[0] != rows[1]:
             raise AssertionError(f"the two caches gave different request rows: {rows}")
@@ -109,12 +126,42 @@ class Lockstep:
                 logits[name] = runner.prefill(row, ids, progress)
             self.timings[name].ttft_ms.append(1e3 * (self._now() - start))
         for layer in range(self.runners["full"].num_layers):
-            self._compare_history(0, layer, row, torch.arange(len(prompt), device=self.device))
+            positions = torch.arange(len(prompt), device=self.device)
+            self._compare_history(0, layer, torch.full_like(positions, row), positions)
         self._compare(0, -1, "next-token logits of the prompt", *logits.values())
         return int(logits["full"].argmax())
 
     def _decode(self, token_ids: list[int], batch: Batch) -> list[int]:
         self.num_steps += 1
+        if self.use_graphs:
+            logits = self._replay(token_ids, batch)
+        else:
+            logits = self._layer_by_layer(token_ids, batch)
+        self._compare(self.num_steps, -1, "logits", *logits.values())
+        if self.check_integrity:
+            cache = self.runners["hisparse"].cache
+            lens = [0] * cache.max_requests
+            for row, seq_len in zip(
+                batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True
+            ):
+                lens[row] = seq_len
+            cache.check_integrity(lens)
+        return logits["full"].argmax(dim=-1).tolist()
+
+    def _replay(self, token_ids: list[int], batch: Batch) -> dict[str, Tensor]:
+        """A whole step in each runner, by its graph; the logits [R, V] of each."""
+        rows, seq_lens = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+        logits = {}
+        for name, graph in self._graphs.items():
+            start = self._now()
+            logits[name] = graph(token_ids, rows, seq_lens)
+            self.timings[name].add_step(self._now() - start, len(token_ids))
+        for layer in range(self.runners["full"].num_layers):
+            self._compare_history(self.num_steps, layer, batch.req_pool_indices, batch.positions)
+        return logits
+
+    def _layer_by_layer(self, token_ids: list[int], batch: Batch) -> dict[str, Tensor]:
+        """A step in each runner, with everything compared after each layer; the logits [R, V]."""
         step = self.num_steps
         seconds = dict.fromkeys(self.runners, 0.0)
         hidden = {}
@@ -130,31 +177,23 @@ class Lockstep:
             for what in ("positions", "attention", "hidden"):
                 pair = (getattr(result, what) for result in results.values())
                 self._compare(step, layer, what, *pair)
-            for row, position in zip(batch.req_pool_indices.tolist(), batch.positions, strict=True):
-                self._compare_history(step, layer, row, position[None])
+            self._compare_history(step, layer, batch.req_pool_indices, batch.positions)
         logits = {}
         for name, runner in self.runners.items():
             start = self._now()
             logits[name] = runner.logits(hidden[name])
             seconds[name] += self._now() - start
             self.timings[name].add_step(seconds[name], len(token_ids))
-        self._compare(step, -1, "logits", *logits.values())
-        if self.check_integrity:
-            cache = self.runners["hisparse"].cache
-            lens = [0] * cache.max_requests
-            for row, seq_len in zip(
-                batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True
-            ):
-                lens[row] = seq_len
-            cache.check_integrity(lens)
-        return logits["full"].argmax(dim=-1).tolist()
+        return logits
 
-    def _compare_history(self, step: int, layer: int, row: int, positions: Tensor) -> None:
-        """The host pool's records of a request against those that FullCache holds on the device."""
-        full = self.runners["full"].cache.records[layer][row, positions]
-        host = self.runners["hisparse"].cache.host
-        host_rows = host.host_rows_of(torch.full_like(positions, row), positions)
-        self._compare(step, layer, "a record in the host pool", full, host.read(layer, host_rows))
+    def _compare_history(self, step: int, layer: int, rows: Tensor, positions: Tensor) -> None:
+        """The host pool's records against those that FullCache holds on the device; rows, positions
+        [N].
+        """
+        full, host = self.runners["full"].cache, self.runners["hisparse"].cache.host
+        on_device = full.slot_records(layer)[full.first_slot[rows] + positions]
+        in_pool = host.read(layer, host.host_rows_of(rows, positions))
+        self._compare(step, layer, "a record in the host pool", on_device, in_pool)
 
     def _compare(self, step: int, layer: int, what: str, full: Tensor, hisparse: Tensor) -> None:
         if torch.equal(bits(full), bits(hisparse)):

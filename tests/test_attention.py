@@ -40,7 +40,9 @@ def dense_attention(q: Tensor, records: Tensor, mask: Tensor) -> Tensor:
 
 
 def dense_decode(q: Tensor, records: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-    """Request by request, over all slots of its row; unread ones count as 0, not NaN."""
+    """Request by request, over all slots of its row [max_requests, slots, W]; unread ones count as
+    0, not NaN.
+    """
     outputs = []
     for index, row in enumerate(rows.tolist()):
         read = [slot for slot in slots[index].tolist() if slot >= 0]
@@ -49,6 +51,11 @@ def dense_decode(q: Tensor, records: Tensor, slots: Tensor, rows: Tensor) -> Ten
         known = torch.where(mask.T, records[row], 0)
         outputs.append(dense_attention(q[index : index + 1], known, mask)[0])
     return torch.stack(outputs)
+
+
+def decode(q: Tensor, records: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+    """`decode_attention` over records [max_requests, slots, W], as a cache would call it."""
+    return decode_attention(q, records.flatten(0, 1), slots, rows * records.shape[1])
 
 
 def poisoned_records(num_kv_heads: int, slots: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,7 +73,8 @@ SLOTS = torch.tensor(
         [2, 4, 9, -1, -1, -1],  # padded
         [-1, 8, -1, -1, 6, -1],  # holes
         [0, -1, -1, -1, -1, -1],  # one record
-    ]
+    ],
+    dtype=torch.int32,
 )
 ROWS = torch.tensor([4, 1, 0, 3])
 
@@ -80,7 +88,7 @@ def test_decode_equals_dense(num_heads, num_kv_heads, dtype):
     """With NaN in every slot that is not read, the one that -1 would wrap to among them."""
     records = poisoned_records(num_kv_heads, SLOTS, ROWS, dtype)
     q = random_tensor(99, len(ROWS), num_heads, HEAD_DIM, dtype=dtype)
-    out = decode_attention(q, records, SLOTS, ROWS)
+    out = decode(q, records, SLOTS, ROWS)
     assert out.dtype == dtype
     assert_near(out, dense_decode(q, records, SLOTS, ROWS), TOLERANCE[dtype])
 
@@ -90,7 +98,7 @@ def test_one_record_is_its_value(dtype):
     """A softmax over one score is 1, whatever the score."""
     records = poisoned_records(2, SLOTS, ROWS, dtype)
     q = random_tensor(1, len(ROWS), 4, HEAD_DIM, dtype=dtype) * 100
-    out = decode_attention(q, records, SLOTS, ROWS)[3]
+    out = decode(q, records, SLOTS, ROWS)[3]
     value = records[3, 0].view(2, 2, HEAD_DIM)[1]
     assert_same_bits(out, value.repeat_interleave(2, dim=0))
 
@@ -98,14 +106,14 @@ def test_one_record_is_its_value(dtype):
 @every_dtype
 def test_a_row_without_slots_gives_zeros(dtype):
     """A padded row, beside real ones; its request row is all NaN, slot 0 included."""
-    slots = torch.cat([SLOTS, torch.full((2, SLOTS.shape[1]), -1)])
+    slots = torch.cat([SLOTS, torch.full((2, SLOTS.shape[1]), -1, dtype=torch.int32)])
     rows = torch.cat([ROWS, torch.tensor([2, 2])])
     records = poisoned_records(2, SLOTS, ROWS, dtype)
     q = random_tensor(1, len(rows), 4, HEAD_DIM, dtype=dtype)
-    out = decode_attention(q, records, slots, rows)
+    out = decode(q, records, slots, rows)
     assert out[4:].eq(0).all()
     assert_near(out[:4], dense_decode(q[:4], records, SLOTS, ROWS), TOLERANCE[dtype])
-    alone = decode_attention(q[4:], records, slots[4:], rows[4:])
+    alone = decode(q[4:], records, slots[4:], rows[4:])
     assert alone.eq(0).all()
 
 
@@ -116,15 +124,30 @@ def test_other_slots_of_another_buffer_give_the_same_bits(num_heads, num_kv_head
     generator = torch.Generator().manual_seed(0)
     records = poisoned_records(num_kv_heads, SLOTS, ROWS, dtype)
     q = random_tensor(99, len(ROWS), num_heads, HEAD_DIM, dtype=dtype)
-    expected = decode_attention(q, records, SLOTS, ROWS)
+    expected = decode(q, records, SLOTS, ROWS)
     for num_slots, garbage in [(11, 1.0), (12, torch.inf), (400, torch.nan)]:
         moved = torch.full((7, num_slots, records.shape[2]), garbage, dtype=dtype)
         slots, rows = SLOTS.clone(), torch.randperm(7, generator=generator)[: len(ROWS)]
         for index in range(len(ROWS)):
             read = SLOTS[index] >= 0
-            slots[index, read] = torch.randperm(num_slots, generator=generator)[: read.sum()]
+            order = torch.randperm(num_slots, generator=generator)[: read.sum()]
+            slots[index, read] = order.int()
             moved[rows[index], slots[index, read]] = records[ROWS[index], SLOTS[index, read]]
-        assert torch.equal(decode_attention(q, moved, slots, rows), expected), num_slots
+        assert torch.equal(decode(q, moved, slots, rows), expected), num_slots
+
+
+def test_first_slots_of_ranges_of_different_lengths():
+    """As FullCache gives them out: slot s of a request is first_slots + s, whatever lies beside."""
+    records = poisoned_records(2, SLOTS, ROWS, torch.float32)
+    q = random_tensor(99, len(ROWS), 4, HEAD_DIM)
+    expected = decode(q, records, SLOTS, ROWS)
+    lengths = (SLOTS.max(dim=1).values + 1).tolist()
+    flat, first_slots = [torch.full((3, records.shape[2]), torch.nan)], []
+    for index in (2, 0, 3, 1):
+        first_slots.append((index, sum(map(len, flat))))
+        flat.append(records[ROWS[index], : lengths[index]])
+    first_slots = torch.tensor([start for _, start in sorted(first_slots)])
+    assert torch.equal(decode_attention(q, torch.cat(flat), SLOTS, first_slots), expected)
 
 
 def test_the_model_size_of_smollm2():
@@ -132,27 +155,29 @@ def test_the_model_size_of_smollm2():
     generator = torch.Generator().manual_seed(0)
     records = random_tensor(0, 2, 513, 2 * 3 * 64)
     slots = torch.stack([torch.randperm(513, generator=generator)[:256] for _ in range(2)])
+    slots = slots.int()
     slots[1, 200:] = -1
     rows, q = torch.tensor([1, 0]), random_tensor(1, 2, 9, 64)
-    out = decode_attention(q, records, slots, rows)
+    out = decode(q, records, slots, rows)
     assert_near(out, dense_decode(q, records, slots, rows), TOLERANCE[torch.float32])
     order = torch.randperm(513, generator=generator)
     moved = torch.empty_like(records)
     moved[:, order] = records
-    moved_slots = torch.where(slots >= 0, order[slots.clamp(min=0)], -1)
-    assert torch.equal(decode_attention(q, moved, moved_slots, rows), out)
+    moved_slots = torch.where(slots >= 0, order[slots.clamp(min=0)].int(), -1)
+    assert torch.equal(decode(q, moved, moved_slots, rows), out)
 
 
 def test_large_scores_do_not_overflow():
     records = poisoned_records(2, SLOTS, ROWS, torch.float32) * 1e4
     q = random_tensor(1, len(ROWS), 4, HEAD_DIM) * 1e4
-    out = decode_attention(q, records, SLOTS, ROWS)
+    out = decode(q, records, SLOTS, ROWS)
     assert_near(out / 1e4, dense_decode(q, records, SLOTS, ROWS) / 1e4, TOLERANCE[torch.float32])
 
 
 def test_decode_changes_no_argument():
     records = poisoned_records(2, SLOTS, ROWS, torch.float32)
-    arguments = [random_tensor(1, len(ROWS), 4, HEAD_DIM), records, SLOTS.clone(), ROWS.clone()]
+    q, first_slots = random_tensor(1, len(ROWS), 4, HEAD_DIM), ROWS * records.shape[1]
+    arguments = [q, records.flatten(0, 1), SLOTS.clone(), first_slots]
     copies = [argument.clone() for argument in arguments]
     decode_attention(*arguments)
     for argument, copy in zip(arguments, copies, strict=True):
@@ -208,6 +233,6 @@ def test_the_future_does_not_matter():
 def test_causal_and_decode_agree():
     """A prompt's last token, and the same token as a decode step that reads everything."""
     records, q = random_tensor(0, 11, 2 * 2 * HEAD_DIM), random_tensor(1, 1, 4, HEAD_DIM)
-    slots = torch.arange(11)[None]
-    decoded = decode_attention(q, records[None], slots, torch.tensor([0]))
+    slots = torch.arange(11, dtype=torch.int32)[None]
+    decoded = decode_attention(q, records, slots, torch.tensor([0]))
     assert_near(decoded, causal_attention(q, records), TOLERANCE[torch.float32])

@@ -45,6 +45,7 @@ MEMORY_KEYS = {
     "host_pool_bytes",
     "full_kv_bytes",
 }
+STEP_KEYS = {"step_bytes", "graph_bytes"}  # of commands that have a decode step of their own
 START_KEYS = {"command", "version", "torch", "device", "device_name", "dtype", "seed"}
 START_KEYS |= {"exact", "max_abs_diff"}  # null where nothing was compared
 TIME_KEYS = {"steps", "tokens_per_second", "ttft_ms", "tpot_ms_p50", "tpot_ms_p99"}
@@ -140,7 +141,9 @@ def greedy(llm: LLM, prompt, new: int, **params) -> tuple[str, list[int]]:
 def assert_report(result: Result, *more: str) -> None:
     report = result.report
     assert set(report) == START_KEYS | TIME_KEYS | {"cache", "memory", *more}
-    assert set(report["cache"]) == CACHE_KEYS and set(report["memory"]) == MEMORY_KEYS
+    own_step = report["command"] in ("generate", "chat", "step")
+    assert set(report["cache"]) == CACHE_KEYS
+    assert set(report["memory"]) == MEMORY_KEYS | (STEP_KEYS if own_step else set())
     assert (report["device"], report["dtype"], report["seed"]) == ("cpu", "float32", 0)
     assert all(isinstance(value, int) for value in report["memory"].values())
     assert report["ttft_ms"] > 0
@@ -261,10 +264,28 @@ def test_full_cache(run):
     argv = ["generate", "--prompt", LONG, "--max-new-tokens", "10"]
     hisparse, full = run(*argv), run(*argv, "--cache", "full")
     assert full.text == hisparse.text
-    assert full.report["cache"]["misses"] == 0 and full.report["cache"]["hit_rate"] == 1.0
+    assert set(full.report["cache"]) == CACHE_KEYS  # nothing is looked up, so nothing is counted
+    assert set(full.report["cache"].values()) == {None}
     memory = full.report["memory"]
-    assert memory["host_pool_bytes"] == memory["metadata_bytes"] == 0
+    assert memory["host_pool_bytes"] == 0
+    assert memory["metadata_bytes"] == 8  # where the one request's slots begin
     assert memory["device_kv_bytes"] == 1024 * RECORD_BYTES
+
+
+def test_budget_of_device_memory(run):
+    """As many requests at once as it holds; the same texts; too small is refused by name."""
+    argv = ["generate", "--prompt", TEXT, "--prompt", "a", "--prompt", "b", "--max-new-tokens", "9"]
+    argv += ["--cache", "full"]
+    expected = run(*argv)
+    result = run(*argv, "--hbm-budget-gib", "0.0006", "--enforce-eager")  # 630 KiB, 330 for one
+    assert result.code == 0 and result.text == expected.text
+    assert result.report["memory"]["device_kv_bytes"] == 1024 * RECORD_BYTES
+    shared = run(*argv, "--hbm-budget-gib", "0.0006", "--max-running-requests", "3")
+    assert shared.text == expected.text
+    assert 1024 < shared.report["memory"]["device_kv_bytes"] / RECORD_BYTES < 3 * 1024
+    refused = run(*argv, "--hbm-budget-gib", "0.0001")
+    assert refused.code == 1
+    assert refused.report["error"].startswith("--hbm-budget-gib 0.0001 is less than one request")
 
 
 def test_device_memory_does_not_depend_on_the_prompt(run, text_file):
@@ -319,7 +340,7 @@ def test_bars_are_on_stderr(run, monkeypatch):
         ["generate", "--prompt", TEXT, "--prompt", "a", "--max-new-tokens", "3"],
         ["verify", "--prompt", TEXT, "--max-new-tokens", "3"],
         ["demo", "--max-new-tokens", "3"],
-        ["bench", "decode", "--input-len", "9", "--output-len", "1", "--num-iters", "1"],
+        ["bench", "decode", "--input-len", "9", "--output-len", "2", "--num-iters", "1"],
     ):
         with_bars, without = run(*argv, bars=True), run(*argv)
         assert with_bars.code == without.code == 0
@@ -617,16 +638,25 @@ def test_step_takes_one_prompt(run):
 
 
 def test_bench_decode(run):
-    argv = ["--input-len", "40", "--output-len", "3", "--num-iters", "2", "--batch-size", "2"]
+    argv = ["--input-len", "40", "--output-len", "3", "--num-iters", "2", "--concurrency", "2"]
     result = run("bench", "decode", *argv)
     assert result.code == 0
-    assert result.text.splitlines()[0].split() == ["mode", "ms/step,", "median", "fastest"]
-    assert [line.split()[0] for line in result.text.splitlines()[1:]] == ["full", "hisparse"]
+    head, *lines = result.text.splitlines()
+    assert head.split()[:2] == ["mode", "tokens"]
+    modes = ["full", "hisparse"] * 2  # they take turns
+    assert [line.split()[0] for line in lines] == modes
     assert START_KEYS <= set(result.report)
-    assert [(row["mode"], row["steps"]) for row in result.report["rows"]] == [
-        ("full", 6),
-        ("hisparse", 6),
+    rows = result.report["rows"]
+    assert [(row["mode"], row["requests"], row["input_len"]) for row in rows] == [
+        (mode, 2, 40) for mode in modes
     ]
+
+
+def test_bench_decode_takes_one_model(run, tiny_folder):
+    message = "bench decode needs --model or --random-weights, one of them"
+    for argv, model in (([], None), (["--random-weights", "config.json"], tiny_folder)):
+        result = run("bench", "decode", *argv, model=model)
+        assert result.code == 1 and result.report["error"] == message
 
 
 # ---- usage ----
@@ -652,7 +682,12 @@ def test_bench_decode(run):
         ["generate", "--model", "m", "--prompt", "a", "--cache", "half"],
         ["bench", "--model", "m"],
         ["bench", "prefill", "--model", "m"],
-        ["bench", "decode"],  # no --model
+        ["bench", "decode", "--model", "m", "--hbm-budget-gib", "0"],
+        ["bench", "decode", "--model", "m", "--hbm-budget-gib", "1,lots"],
+        ["bench", "decode", "--model", "m", "--concurrency", "0"],
+        ["bench", "decode", "--model", "m", "--input-len", "0"],
+        ["bench", "serve"],  # no --model
+        ["bench", "serve", "--model", "m", "--request-rate", "0"],
         ["bench", "resolve", "--model", "m"],  # none is needed
         ["bench", "resolve", "--batch-sizes", "0,1"],
         ["bench", "resolve", "--misses", "-1"],
@@ -678,7 +713,7 @@ def test_version_and_help(capsys):
             cli.main([flag])
         assert exit.value.code == 0
     assert capsys.readouterr().out.startswith(minihisparse.__version__ + "\nusage:")
-    for command in ("demo", "generate", "chat", "verify", "step", "bench decode"):
+    for command in ("demo", "generate", "chat", "verify", "step", "bench decode", "bench serve"):
         with pytest.raises(SystemExit) as exit:
             cli.main([*command.split(), "--help"])
         assert exit.value.code == 0

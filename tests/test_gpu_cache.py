@@ -17,12 +17,14 @@ from rig import assert_same_bits
 from torch import Tensor
 
 from minihisparse.batch import Batch
-from minihisparse.gpu_cache import FullCache, HiSparseCache, KVCache
+from minihisparse.full_cache import FullCache
+from minihisparse.gpu_cache import HiSparseCache, KVCache
 from minihisparse.host_store import HostPool
 from minihisparse.kernels.resolve import resolve_oracle
 
 CPU = torch.device("cpu")
 DEVICE = CPU  # of the caches; `backend` changes it
+KERNELS: bool | None = None  # what caches are made with; `backend` changes it
 GARBAGE = 123456  # what padded rows ask for
 
 
@@ -30,9 +32,9 @@ GARBAGE = 123456  # what padded rows ask for
     params=["torch", "simulated", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True
 )
 def backend(request, monkeypatch) -> str:
-    """Who resolves: torch operations on a CPU, the kernel simulated there, or on a GPU."""
+    """Who works: torch operations on a CPU, the kernels simulated there, or on a GPU."""
     if request.param == "simulated":
-        monkeypatch.setattr(HiSparseCache, "resolve", HiSparseCache._resolve_fused)
+        monkeypatch.setitem(globals(), "KERNELS", True)
     if request.param == "cuda":
         monkeypatch.setitem(globals(), "DEVICE", torch.device("cuda", 0))
     return request.param
@@ -87,24 +89,28 @@ class CacheRig:
             device_buffer_size=device_buffer_size,
             device=DEVICE,
             checked=checked,
+            kernels=KERNELS,
         )
         self.full = FullCache(
             num_layers=num_layers,
             record_width=record_width,
             max_requests=max_requests,
             max_model_len=max_model_len,
+            # So many that a free range is always long enough, however the taken ones lie.
+            num_slots=2 * max_requests * max_model_len,
             dtype=torch.float32,
             device=DEVICE,
             checked=checked,
+            kernels=KERNELS,
         )
         for records in [*self.sparse.records, *self.full.records]:
             records.fill_(torch.nan)
+        self.expected_full = [records.cpu().clone() for records in self.full.records]
         self.requests: dict[int, Request] = {}
         self.num_admitted = 0
         self.tokens = [[self._no_tokens() for _ in range(max_requests)] for _ in range(num_layers)]
         self.lru = [[self._first_order() for _ in range(max_requests)] for _ in range(num_layers)]
         self.counts = [[0, 0, 0] for _ in range(num_layers)]  # hits, misses, evictions
-        self.num_answers = [0] * num_layers
         self._element = torch.arange(record_width)
         self.check()
 
@@ -138,7 +144,7 @@ class CacheRig:
             for cache in self.caches:
                 cache.write_prompt(layer, row, records.to(DEVICE))
             for position in range(prompt_len):
-                self._expect_in_host(layer, row, position, records[position])
+                self._expect(layer, row, position, records[position])
                 if prompt_len <= self.num_slots:
                     self.tokens[layer][row][position] = position
         self.check()
@@ -185,21 +191,27 @@ class CacheRig:
                 assert torch.equal(asked.cpu(), table)
                 assert torch.equal(written[: len(rows)].cpu(), records[: len(rows)])
             of_full, of_sparse = answers
-            expected = torch.full(table.shape, -1)
+            expected = torch.full(table.shape, -1, dtype=torch.int32)
             for index, row in enumerate(rows):
-                self._expect_in_host(layer, row, lengths[index] - 1, records[index])
+                self._expect(layer, row, lengths[index] - 1, records[index])
                 expected[index] = torch.tensor(
                     self._resolve(layer, row, lengths[index], table[index].tolist())
                 )
             assert_same_bits(of_sparse, expected, f"layer {layer}, slots")
-            positions = torch.where(expected >= 0, table.long(), -1)
-            assert_same_bits(of_full, positions, f"layer {layer}, slots of FullCache")
+            positions = torch.where(expected >= 0, table, -1)
+            # With kernels FullCache trusts the selector and hands its list on.
+            trusted = KERNELS or DEVICE != CPU
+            assert_same_bits(
+                of_full, table if trusted else positions, f"layer {layer}, slots of FullCache"
+            )
 
             real, used = slice(len(rows)), (expected >= 0)[: len(rows)]
             right = self.record(layer, uids[:, None], positions[real])[used]
+            first_rows = batch.req_pool_indices[real, None]
             for cache, slots in zip(self.caches, answers, strict=True):
-                found = cache.records[layer].cpu()[torch.tensor(rows)[:, None].long(), slots[real]]
-                assert_same_bits(found[used], right, f"layer {layer}, records at the slots")
+                index = (cache.first_slot[first_rows].cpu() + slots[real])[used]
+                found = cache.slot_records(layer).cpu()[index]
+                assert_same_bits(found, right, f"layer {layer}, records at the slots")
         self.check()
         return of_sparse[: len(rows)].tolist()
 
@@ -211,7 +223,6 @@ class CacheRig:
         slots, plan = resolve_oracle(positions, seq_len, tokens, lru_slots)
         num_answers = sum(slot >= 0 for slot in slots)
         evictions = sum(fetch.evicted >= 0 for fetch in plan)
-        self.num_answers[layer] += num_answers
         for i, count in enumerate((num_answers - len(plan), len(plan), evictions)):
             self.counts[layer][i] += count
         return slots
@@ -219,10 +230,12 @@ class CacheRig:
     def release(self, row: int) -> None:
         """The request leaves; what it leaves behind turns into NaN, free pages are shuffled."""
         pages = list(self.host._pages[row])
+        start, end = self.full.slots.extent_of(row)
         for cache in self.caches:
             cache.release(row)
-            for records in cache.records:
-                records[row] = torch.nan
+        for layer in range(self.num_layers):
+            self.sparse.records[layer][row] = torch.nan
+            self.full.records[layer][start:end] = self.expected_full[layer][start:end] = torch.nan
         del self.requests[row]
         for page in pages:
             rows = slice(page * self.host.page_size, (page + 1) * self.host.page_size)
@@ -232,10 +245,12 @@ class CacheRig:
             self.tokens[layer][row], self.lru[layer][row] = self._no_tokens(), self._first_order()
         self.check()
 
-    def _expect_in_host(self, layer: int, row: int, position: int, record: Tensor) -> None:
+    def _expect(self, layer: int, row: int, position: int, record: Tensor) -> None:
+        """In the host pool, and in FullCache."""
         page = self.host._pages[row][position // self.host.page_size]
         host_row = page * self.host.page_size + position % self.host.page_size
         self.expected_host[layer, host_row] = record
+        self.expected_full[layer][self.full.slots.extent_of(row)[0] + position] = record
 
     @property
     def seq_lens(self) -> list[int]:
@@ -252,8 +267,10 @@ class CacheRig:
         assert_same_bits(self.sparse.device_buffer_tokens.cpu(), tokens, "device_buffer_tokens")
         assert_same_bits(self.sparse.lru_slots.cpu(), lru_slots, "lru_slots")
         assert_same_bits(self.host.records, self.expected_host, "the host pool")
+        for records, expected in zip(self.full.records, self.expected_full, strict=True):
+            assert_same_bits(records.cpu(), expected, "all records of FullCache")
         assert self.sparse.counters.tolist() == self.counts
-        assert self.full.counters.tolist() == [[n, 0, 0] for n in self.num_answers]
+        assert self.full.counters is None  # there is nothing to count
         assert self.sparse.rows == self.full.rows == set(self.requests)
         owned = sum(-(-r.room // self.host.page_size) for r in self.requests.values())
         assert self.host.num_free_tokens == (self.host.num_pages - owned) * self.host.page_size
@@ -324,7 +341,7 @@ def test_every_prompt_length_around_the_buffer(page_size, top_k, device_buffer_s
     """One request per prompt length from 1 to B + 2, together, until all have outgrown B."""
     lengths = range(1, device_buffer_size + 3)
     rig = CacheRig(
-        max_requests=len(lengths),
+        max_requests=len(lengths) + 1,  # a batch, padding included, has no more rows
         top_k=top_k,
         device_buffer_size=device_buffer_size,
         page_size=page_size,
@@ -393,7 +410,7 @@ def test_an_abort_between_layers():
     positions = torch.tensor([[0, 5, 10]], dtype=torch.int32, device=DEVICE)
     rig.sparse.resolve(0, positions, batch)
     rig.counts[0] = [1, 2, 0]
-    rig.num_answers[0] = 3
+    rig.full.write_through(0, torch.full((1, 4), 7.0, device=DEVICE), batch)
     rig.full.resolve(0, positions, batch)
     rig.release(row)
     assert rig.admit(10) == row
@@ -416,7 +433,7 @@ def test_a_refused_request_changes_nothing(num_tokens, changes, message):
     with pytest.raises(ValueError, match=message):
         rig.sparse.admit(num_tokens)
     rig.check()
-    if "num_pages" not in changes:  # FullCache has no pool
+    if "num_pages" not in changes:  # FullCache has no host pool
         with pytest.raises(ValueError, match=message):
             rig.full.admit(num_tokens)
     rig.check()
@@ -450,7 +467,7 @@ def test_positions_of_padded_rows_can_be_looked_up():
 @pytest.mark.parametrize("padding", [1, 3])
 def test_padded_rows(padding):
     """Vector 6: they answer -1 and change nobody, though they point at row 0 and ask for 123456."""
-    rig = CacheRig()
+    rig = CacheRig(max_requests=6)
     for length in (3, 9, 5):
         rig.admit(length)
     rig.decode([2, 1], [[0, 5], [8, 0, 9]], padding)
@@ -506,7 +523,7 @@ def test_random_walk(options, backend):
     rig = CacheRig(
         num_layers=2,
         record_width=2,
-        max_requests=3,
+        max_requests=4,
         max_model_len=40,
         num_pages=72 // options["page_size"],
         checked=False,
@@ -533,7 +550,7 @@ def test_random_walk(options, backend):
             rig.decode(
                 rows,
                 lambda layer, rows=rows: [selection(rig, row, beyond=2) for row in rows],
-                padding=rng.choice([0, 0, 0, 1, 2]),
+                padding=min(rng.choice([0, 0, 0, 1, 2]), rig.max_requests - len(rows)),
             )
             events["decode"] += 1
     assert min(events.values()) >= num_events // 150, events  # nothing was left out
@@ -565,7 +582,7 @@ def test_both_caches_give_the_same_bits(dtype):
     )
     random.Random(0).shuffle(host._free)
     sizes = {"max_requests": 1, "top_k": 5, "device_buffer_size": 6}
-    sparse = HiSparseCache(host=host, **sizes, device=DEVICE)
+    sparse = HiSparseCache(host=host, **sizes, device=DEVICE, kernels=KERNELS)
     full = FullCache(
         num_layers=2,
         record_width=width,
@@ -573,6 +590,7 @@ def test_both_caches_give_the_same_bits(dtype):
         max_model_len=num_tokens,
         dtype=dtype,
         device=DEVICE,
+        kernels=KERNELS,
     )
     history = random_records(2, num_tokens)
     assert history.isnan().any()
@@ -588,7 +606,7 @@ def test_both_caches_give_the_same_bits(dtype):
             for cache in (full, sparse):
                 cache.write_through(layer, history[layer, seq_len - 1 : seq_len].to(DEVICE), batch)
                 slots = cache.resolve(layer, positions.to(DEVICE), batch)
-                gathered.append(cache.records[layer][0, slots[0]].cpu())
+                gathered.append(cache.slot_records(layer)[slots[0]].cpu())  # row 0 is first
             assert_same_bits(gathered[1], gathered[0], f"layer {layer}, S = {seq_len}")
             assert_same_bits(gathered[0], history[layer, positions[0].long()])
     sparse.check_integrity()
@@ -596,9 +614,11 @@ def test_both_caches_give_the_same_bits(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_device_bytes_do_not_depend_on_length(dtype):
-    """HiSparse: (B + 1) records per request and layer, 6 bytes of tables per slot, a page table."""
+    """HiSparse: (B + 1) records per request and layer, 6 bytes of tables per slot, a page table,
+    and some that do not grow with anything: counters, where rows begin, the first LRU order.
+    """
     sizes = []
-    for max_model_len in (64, 4096):
+    for max_model_len in (64, 1024):
         host = HostPool(
             num_layers=3,
             record_width=10,
@@ -610,7 +630,7 @@ def test_device_bytes_do_not_depend_on_length(dtype):
             device=DEVICE,
         )
         options = {"max_requests": 2, "top_k": 8, "device_buffer_size": 16}
-        sparse = HiSparseCache(host=host, **options, device=DEVICE)
+        sparse = HiSparseCache(host=host, **options, device=DEVICE, kernels=KERNELS)
         full = FullCache(
             num_layers=3,
             record_width=10,
@@ -618,10 +638,15 @@ def test_device_bytes_do_not_depend_on_length(dtype):
             max_model_len=max_model_len,
             dtype=dtype,
             device=DEVICE,
+            kernels=KERNELS,
         )
         tables = 3 * 2 * 16 * 6 + 2 * max_model_len // 8 * 4
-        kernel_bytes = 0 if DEVICE == CPU else 2 * 8 * 12 + 2 * 4 + 8 + 3 * 2 * 4
-        assert sparse.metadata_bytes == tables + kernel_bytes
+        others = 3 * 3 * 8 + 2 * 8 + 16 * 2
+        with_kernels = KERNELS or DEVICE != CPU
+        kernel_bytes = 2 * 8 * 12 + 2 * 4 + 8 + 3 * 2 * 4 if with_kernels else 0
+        assert sparse.metadata_bytes == tables + others + kernel_bytes
+        assert full.metadata_bytes == 2 * 8
+        assert sparse.record_bytes == full.record_bytes == 10 * dtype.itemsize
         assert full.device_kv_bytes == 3 * 2 * max_model_len * 10 * dtype.itemsize
         before = sparse.device_kv_bytes
         prompt = torch.ones(max_model_len, 10, dtype=dtype, device=DEVICE)
@@ -629,6 +654,35 @@ def test_device_bytes_do_not_depend_on_length(dtype):
         assert sparse.device_kv_bytes == before
         sizes.append(before)
     assert sizes == [3 * 2 * 17 * 10 * dtype.itemsize] * 2
+
+
+def test_a_request_of_full_kv_waits_for_slots():
+    """FullCache gives out slots of one pool: a request whose range does not fit is refused."""
+    full = FullCache(
+        num_layers=1,
+        record_width=4,
+        max_requests=4,
+        max_model_len=32,
+        num_slots=40,
+        dtype=torch.float32,
+        device=DEVICE,
+        kernels=KERNELS,
+    )
+    assert full.longest_request == (32, "the device", "--hbm-budget-gib")
+    assert [full.admit(16), full.admit(8)] == [0, 1]
+    before = full.first_slot.clone()
+    message = "the device has 16 of 40 slots free, 17 in one piece are needed; .*--hbm-budget-gib"
+    with pytest.raises(ValueError, match=message):
+        full.admit(17)
+    full.check_integrity()
+    assert full.rows == {0, 1} and torch.equal(full.first_slot, before)
+    full.release(0)  # 32 slots are free, in two ranges of 16
+    with pytest.raises(ValueError, match="32 of 40 slots free, 17 in one piece are needed"):
+        full.admit(17)
+    assert full.admit(16) == 0 and full.first_slot.tolist() == [0, 16, 0, 0]
+    full.release(1)
+    assert full.admit(24) == 1 and full.first_slot.tolist() == [0, 16, 0, 0]
+    full.check_integrity()
 
 
 # -- the integrity check ----------------------------------------------------------------------
@@ -754,3 +808,39 @@ def test_every_corruption_is_found(corrupt, message):
     corrupt(rig)
     with pytest.raises(AssertionError, match=message):
         rig.sparse.check_integrity(rig.seq_lens)
+
+
+def forget_a_full_request(full: FullCache) -> None:
+    full.rows.remove(1)
+
+
+def invent_a_full_request(full: FullCache) -> None:
+    full.rows.add(2)
+
+
+def move_a_full_request(full: FullCache) -> None:
+    full.first_slot[1] += 1
+
+
+def share_a_slot(full: FullCache) -> None:
+    full.slots._owned[1] = (31, 64)
+    full.first_slot[1] = 31
+
+
+@pytest.mark.parametrize(
+    "corrupt, message",
+    [
+        (forget_a_full_request, "request rows and owners of slots differ"),
+        (invent_a_full_request, "request rows and owners of slots differ"),
+        (move_a_full_request, "first is"),
+        (share_a_slot, "lost or owned twice"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_corruption_of_full_kv_is_found(corrupt, message):
+    rig = CacheRig()
+    for _ in range(2):
+        rig.admit(9)
+    corrupt(rig.full)
+    with pytest.raises(AssertionError, match=message):
+        rig.full.check_integrity()

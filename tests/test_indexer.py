@@ -61,9 +61,12 @@ def margin(scores: list[float], top_k: int, page_size: int) -> float:
 
 
 def make_selector(**changes) -> QuestSelector:
-    """Two layers; all bounds NaN, so that whatever nobody wrote shows."""
+    """Two layers; all bounds NaN, so that whatever nobody wrote shows. The last request row has the
+    first pages, and so on: no page is right by accident.
+    """
     options = {
         "num_layers": 2,
+        "num_q_heads": 4,
         "num_kv_heads": 2,
         "head_dim": 4,
         "top_k": 8,
@@ -73,9 +76,20 @@ def make_selector(**changes) -> QuestSelector:
         "dtype": torch.float32,
         "device": CPU,
     }
-    selector = QuestSelector(**options | changes)
+    options |= changes
+    selector = QuestSelector(**options)
     selector.bounds.fill_(torch.nan)
+    for row in reversed(range(options["max_requests"])):
+        if selector.pages.num_free:
+            selector.admit(row, options["max_model_len"])
     return selector
+
+
+def bounds_of(selector: QuestSelector, row: int, num_pages: int | None = None) -> Tensor:
+    """The bounds [pages, Hkv, 2, D] of a request's first pages; None: of all that it owns."""
+    start, end = selector.pages.extent_of(row)
+    assert num_pages is None or num_pages <= end - start
+    return selector.bounds[LAYER, start : end if num_pages is None else start + num_pages]
 
 
 def random_tensor(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -92,10 +106,10 @@ def decode(selector: QuestSelector, rows: list[int], keys: list[Tensor], padding
 
 
 def rebuilt(keys: Tensor, selector: QuestSelector) -> Tensor:
-    """The bounds [Hkv, pages, 2, D] of keys [S, Hkv, D], by the definition."""
+    """The bounds [pages, Hkv, 2, D] of keys [S, Hkv, D], by the definition."""
     pages = keys.split(selector.page_size)
     bounds = [torch.stack([page.max(0).values, page.min(0).values], dim=1) for page in pages]
-    return torch.stack(bounds, dim=1)
+    return torch.stack(bounds)
 
 
 # -- what is selected -------------------------------------------------------------------------
@@ -118,6 +132,7 @@ def test_quest_equals_the_naive_one(
     """All keys but the last come as a prompt. bf16 keys are exact in the oracle's floats too."""
     top_k = page_size * num_pages_read
     selector = make_selector(
+        num_q_heads=num_kv_heads * group,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         top_k=top_k,
@@ -175,7 +190,7 @@ def test_k_of_at_least_s_reads_everything(page_size, seq_len):
 
 def test_ties_go_to_the_lowest_positions():
     """Equal keys everywhere, in a list long enough for a sort that is not stable; any query."""
-    selector = make_selector(top_k=4, page_size=1, max_model_len=3000)
+    selector = make_selector(num_q_heads=2, top_k=4, page_size=1, max_model_len=3000)
     selector.write_prompt(LAYER, 0, torch.ones(3000, 2, 4))
     for seq_len in (1, 2, 5, 17, 300, 3000):
         batch = Batch.make([0], [seq_len], CPU)
@@ -200,7 +215,7 @@ def test_a_negative_query_reads_the_minimum():
     """The page with the most negative key is best for q < 0, the worst for q > 0."""
     keys = torch.zeros(16, 1, 1)
     keys[1], keys[6], keys[9] = -2.0, -5.0, 3.0
-    selector = make_selector(num_kv_heads=1, head_dim=1, top_k=8)
+    selector = make_selector(num_q_heads=1, num_kv_heads=1, head_dim=1, top_k=8)
     selector.write_prompt(LAYER, 0, keys)
     batch = Batch.make([0], [16], CPU)
     for query, page in [(-1.0, 1), (1.0, 2)]:
@@ -239,7 +254,7 @@ def test_token_by_token_equals_all_at_once(page_size, prompt_len, dtype):
             decode(selector, [1], [keys[:seq_len]])
         num_pages = -(-seq_len // page_size)
         expected = rebuilt(keys[:seq_len], selector)
-        assert_same_bits(selector.bounds[LAYER, 1, :, :num_pages], expected, f"S = {seq_len}")
+        assert_same_bits(bounds_of(selector, 1, num_pages), expected, f"S = {seq_len}")
         at_once = make_selector(page_size=page_size, top_k=page_size, dtype=dtype)
         at_once.write_prompt(LAYER, 1, keys[:seq_len])
         assert_same_bits(selector.bounds, at_once.bounds, f"S = {seq_len}, whole state")
@@ -259,7 +274,7 @@ def test_an_earlier_request_in_the_row_does_not_matter(stale):
         for seq_len in range(8, 13):
             batch = decode(selector, [0, 1], [long, short[:seq_len]])
         answers.append(selector.select(LAYER, q, batch).tolist())
-        assert_same_bits(selector.bounds[LAYER, 1, :, :3], rebuilt(short, selector))
+        assert_same_bits(bounds_of(selector, 1, 3), rebuilt(short, selector))
     assert answers[0] == answers[1]
 
 
@@ -267,18 +282,18 @@ def test_each_request_as_if_alone():
     """Three requests of different lengths, in rows that are not in order."""
     keys = [random_tensor(length, length, 2, 4) for length in (60, 9, 33)]
     q = random_tensor(0, 3, 6, 4)
-    together = make_selector()
+    together = make_selector(num_q_heads=6)
     rows = [2, 0, 1]
     for row, history in zip(rows, keys, strict=True):
         together.write_prompt(LAYER, row, history[:-1])
     batch = decode(together, rows, keys)
     selected = together.select(LAYER, q, batch)
     for i, row in enumerate(rows):
-        alone = make_selector()
+        alone = make_selector(num_q_heads=6)
         alone.write_prompt(LAYER, row, keys[i][:-1])
         batch = decode(alone, [row], [keys[i]])
         assert selected[i].tolist() == alone.select(LAYER, q[i : i + 1], batch)[0].tolist()
-        assert_same_bits(together.bounds[LAYER, row], alone.bounds[LAYER, row])
+        assert_same_bits(bounds_of(together, row), bounds_of(alone, row))
     assert together.bounds[1 - LAYER].isnan().all()
 
 
@@ -301,8 +316,8 @@ def test_padded_rows_change_nothing(padding):
 
 def test_a_batch_of_padding_alone():
     selector = make_selector()
-    batch, nothing = Batch.make([], [], CPU, padding=2), torch.full((2, 2, 4), torch.nan)
-    selector.write(LAYER, nothing, batch)
+    batch, nothing = Batch.make([], [], CPU, padding=2), torch.full((2, 4, 4), torch.nan)
+    selector.write(LAYER, nothing[:, :2], batch)
     assert selector.select(LAYER, nothing, batch).tolist() == [[-1] * 8] * 2
     assert selector.bounds.isnan().all()
 
@@ -327,19 +342,152 @@ def test_a_prompt_writes_its_own_pages_only():
     selector = make_selector()
     selector.write_prompt(LAYER, 1, random_tensor(0, 9, 2, 4))
     written = ~selector.bounds.isnan()
-    assert written[LAYER, 1, :, :3].all()
+    start, _ = selector.pages.extent_of(1)
+    assert written[LAYER, start : start + 3].all()
     assert written.sum() == 2 * 3 * 2 * 4  # heads, pages, max and min, head_dim
 
 
-# -- sizes and errors -------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_state_bytes(dtype):
-    """Two vectors per page, layer, request and KV head; a page that is begun counts whole."""
+    """Two vectors per page, layer, request and KV head; a page that is begun counts whole. And
+    where each request's pages begin.
+    """
     selector = make_selector(max_model_len=61, dtype=dtype)
     assert selector.bounds.dtype == dtype
-    assert selector.state_bytes == 2 * 3 * 2 * 16 * 2 * 4 * dtype.itemsize
+    assert selector.state_bytes == 2 * 3 * 2 * 16 * 2 * 4 * dtype.itemsize + 3 * 8
+    smaller = QuestSelector(
+        num_layers=2,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        top_k=8,
+        page_size=4,
+        max_requests=3,
+        max_model_len=61,
+        num_pages=20,
+        dtype=dtype,
+        device=CPU,
+    )
+    assert smaller.state_bytes == 2 * 20 * 2 * 2 * 4 * dtype.itemsize + 3 * 8
+
+
+# -- pages of requests ------------------------------------------------------------------------
+
+
+def test_pages_come_and_go():
+    """A request takes what its length needs, in one piece; a refusal says how much there is."""
+    selector = make_selector()
+    for row in range(3):
+        selector.release(row)
+    assert selector.longest_request == (3 * 64, "the selector's state", "--hbm-budget-gib")
+    for row, num_tokens in enumerate([64, 61, 33]):  # 16, 16 and 9 of 48 pages
+        selector.admit(row, num_tokens)
+    assert selector.pages.first.tolist() == [0, 16, 32] and selector.pages.num_free == 7
+    selector.release(1)
+    message = "the selector's state has 23 of 48 pages free, 17 .* for 65 tokens; .*--hbm-budget"
+    with pytest.raises(ValueError, match=message):
+        selector.admit(1, 65)
+    selector.pages.check_integrity()
+    assert selector.pages.owners == {0, 2} and selector.pages.first.tolist() == [0, 0, 32]
+    selector.admit(1, 64)
+    assert selector.pages.first.tolist() == [0, 16, 32]
+
+
+def test_a_short_request_at_the_end_of_the_pool():
+    """Its pages are the last ones, and the batch has a longer request: nothing beyond is read."""
+    keys = [random_tensor(1, 7, 2, 4), random_tensor(2, 40, 2, 4)]
+    q = random_tensor(3, 2, 4, 4)
+    together, alone = (make_selector(max_requests=2, num_pages=12, max_model_len=48) for _ in "ab")
+    for selector in (together, alone):
+        selector.release(1)
+        selector.admit(1, 40)
+        selector.admit(0, 8)
+        assert selector.pages.first.tolist() == [10, 0] and selector.pages.num_free == 0
+        for row, history in enumerate(keys):
+            selector.write_prompt(LAYER, row, history[:-1])
+    selected = together.select(LAYER, q, decode(together, [0, 1], keys))
+    for row in range(2):
+        batch = decode(alone, [row], [keys[row]])
+        assert torch.equal(selected[row], alone.select(LAYER, q[row : row + 1], batch)[0])
+    assert_same_bits(together.bounds[LAYER], alone.bounds[LAYER])
+
+
+def test_another_place_gives_the_same_list():
+    """Pages of a request may lie anywhere: bounds and selection are the same bits."""
+    keys, q = random_tensor(0, 30, 2, 4), random_tensor(1, 1, 4, 4)
+    answers = []
+    for row in range(3):
+        selector = make_selector()
+        selector.write_prompt(LAYER, row, keys[:-1])
+        batch = decode(selector, [row], [keys])
+        answers.append((selector.select(LAYER, q, batch), bounds_of(selector, row, 8).clone()))
+    for positions, bounds in answers[1:]:
+        assert torch.equal(positions, answers[0][0])
+        assert_same_bits(bounds, answers[0][1])
+
+
+# -- kernels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_select_what_torch_does(dtype, device):
+    """Requests of a few and of many pages, padding, and a row that is taken over: at each step the
+    bounds are the same bits and the lists the same numbers.
+    """
+    sizes = {"head_dim": 8, "top_k": 12, "page_size": 4, "max_requests": 4, "max_model_len": 320}
+    selectors = [
+        make_selector(**sizes, dtype=dtype, device=torch.device(where), kernels=kernels)
+        for where, kernels in [("cpu", False), (device, True)]
+    ]
+    steps = 6 if device == "cpu" else 40
+    lengths = {0: 2, 2: 21, 3: 270}
+    keys = {row: random_tensor(row, 320, 2, 8, dtype=dtype) for row in lengths}
+    num_compared = 0
+    for step in range(steps):
+        if step == 4:  # the longest one leaves, and a shorter one has its row
+            lengths[3], keys[3] = 5, random_tensor(9, 320, 2, 8, dtype=dtype)
+            for selector in selectors:
+                selector.release(3)
+                selector.admit(3, 300)
+        for row, length in lengths.items():
+            if step == 0 or (step == 4 and row == 3):
+                for selector in selectors:
+                    selector.write_prompt(LAYER, row, keys[row][:length].to(selector.bounds.device))
+        lengths = {row: length + 1 for row, length in lengths.items()}
+        rows = [3, 0, 2] if step % 2 else [2, 3, 0]
+        q = random_tensor(100 + step, 4, 4, 8, dtype=dtype) * 2
+        q[3] = torch.nan  # padding
+        answers = []
+        for selector in selectors:
+            where = selector.bounds.device
+            batch = Batch.make(rows, [lengths[row] for row in rows], where, padding=1)
+            newest = torch.stack([keys[row][lengths[row] - 1] for row in rows])
+            newest = torch.cat([newest, torch.full_like(newest[:1], torch.nan)])
+            selector.write(LAYER, newest.to(where), batch)
+            answers.append(selector.select(LAYER, q.to(where), batch).cpu())
+        assert_same_bits(selectors[1].bounds.cpu(), selectors[0].bounds, f"step {step}, bounds")
+        assert answers[1].dtype == torch.int32 and answers[1].shape == (4, 12)
+        for i, row in enumerate(rows):
+            scores = naive_scores(keys[row][: lengths[row]], q[i], 4)
+            if margin(scores, 12, 4) > 1e-5:  # closer ones may be ordered either way
+                assert answers[1][i].tolist() == answers[0][i].tolist(), f"step {step}, row {row}"
+                num_compared += 1
+        assert answers[1][3].eq(-1).all()
+    assert num_compared > 2 * steps
+
+
+def test_kernels_that_cannot_run_are_refused():
+    with pytest.raises(ValueError, match="head_dim=6: a head has 24 bytes, .* multiple of 16"):
+        make_selector(head_dim=6, kernels=True)
+    with pytest.raises(ValueError, match="num_q_heads=5 is not a multiple of num_kv_heads=2"):
+        make_selector(num_q_heads=5, kernels=True)
+
+
+# -- errors -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("top_k, page_size", [(8, 16), (24, 16), (5, 2), (0, 4)])

@@ -210,13 +210,13 @@ def random_weights(config, seed=0):
 def test_shapes_and_dtypes_of_every_method():
     decoder = Decoder.random(TINY, seed=0, dtype=torch.bfloat16)
     hidden = decoder.embed(torch.tensor([1, 2, 3]))
-    q, k, v = decoder.attention_inputs(1, hidden, torch.tensor([0, 7, 15]))
-    assert (q.shape, k.shape, v.shape) == ((3, 4, 6), (3, 2, 6), (3, 2, 6))
+    q, records = decoder.attention_inputs(1, hidden, torch.tensor([0, 7, 15]))
+    assert (q.shape, records.shape) == ((3, 4, 6), (3, 2 * 2 * 6))
     before = hidden.clone()
     after = decoder.attention_output(1, hidden, q)
     assert after.shape == hidden.shape == (3, 12)
     assert torch.equal(hidden, before)  # a new tensor
-    assert {t.dtype for t in (hidden, q, k, v, after)} == {torch.bfloat16}
+    assert {t.dtype for t in (hidden, q, records, after)} == {torch.bfloat16}
     logits = decoder.logits(after)
     assert logits.shape == (3, 32) and logits.dtype == torch.float32
 
@@ -292,7 +292,8 @@ def test_cuda_equals_cpu_and_can_be_captured(dtype):
     def step(token_ids, positions):  # attention over the token itself alone
         hidden = gpu.embed(token_ids)
         for layer in range(TINY.num_hidden_layers):
-            _, _, v = gpu.attention_inputs(layer, hidden, positions)
+            _, records = gpu.attention_inputs(layer, hidden, positions)
+            v = records.view(len(records), 2, -1, TINY.head_dim)[:, 1]
             hidden = gpu.attention_output(layer, hidden, v.repeat_interleave(2, dim=1))
         return gpu.logits(hidden)
 

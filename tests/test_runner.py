@@ -36,7 +36,13 @@ class Pair:
     """Both caches at the same work, compared after everything that they do."""
 
     def __init__(
-        self, decoder: Decoder, *, max_requests: int, seed: int = 0, **hisparse: int
+        self,
+        decoder: Decoder,
+        *,
+        max_requests: int,
+        seed: int = 0,
+        kernels: bool | None = None,
+        **hisparse: int,
     ) -> None:
         settings = {
             "selector": "quest",
@@ -44,6 +50,7 @@ class Pair:
             "max_model_len": MAX_MODEL_LEN,
             "max_running_requests": max_requests,
             "checked": True,
+            "kernels": kernels,
         }
         self.decoder = decoder
         self.full = make_runner(decoder, cache="full", **settings)
@@ -67,7 +74,7 @@ class Pair:
 
     def prefill(self, prompt: Tensor) -> Tensor:
         """Admits a request; the logits [V] of its prompt's end."""
-        rows = [one.cache.admit(len(prompt) + STEPS) for one in self.runners]
+        rows = [one.admit(len(prompt) + STEPS) for one in self.runners]
         assert rows[0] == rows[1]
         full, sparse = (
             one.prefill(rows[0], prompt.to(self.decoder.device)) for one in self.runners
@@ -96,7 +103,7 @@ class Pair:
             for name in ("positions", "attention", "hidden"):
                 assert_same_bits(getattr(sparse, name), getattr(full, name), f"{where}, {name}")
             self.check_slots(layer, full, sparse, where)
-            selected.append(sparse.positions[: len(self.rows)])
+            selected.append(sparse.positions[: len(self.rows)].clone())  # kernels overwrite it
             hidden = [full.hidden, sparse.hidden]
         full, sparse = (one.logits(x) for one, x in zip(self.runners, hidden, strict=True))
         assert_same_bits(sparse, full, f"S {self.seq_lens}, logits")
@@ -110,16 +117,16 @@ class Pair:
             positions, slots = sparse.positions[i], sparse.slots[i]
             used = positions >= 0
             assert torch.equal(used, slots >= 0), where
-            assert torch.equal(full.slots[i], positions.long()), where
+            assert torch.equal(full.slots[i], positions), where
             chosen = positions[used]
             assert (chosen[1:] > chosen[:-1]).all() and chosen[-1] == self.seq_lens[i] - 1, where
             actual = self.sparse.cache.records[layer][row, slots[used]]
-            expected = self.full.cache.records[layer][row, chosen.long()]
+            expected = self.full.cache.read(layer, row, chosen)
             assert_same_bits(actual, expected, f"{where}, records of request {i}")
 
     def check_state(self, where: str) -> None:
         """The whole history is in the host pool, and nothing beyond it; invariants hold."""
-        self.sparse.cache.check_integrity()
+        self.check_integrity()
         assert_same_bits(self.sparse.selector.bounds, self.full.selector.bounds, where)
         for row, length in zip(self.rows, self.seq_lens, strict=True):
             rows = torch.tensor([row], device=self.decoder.device)
@@ -128,15 +135,24 @@ class Pair:
             host_rows = self.host.host_rows_of(rows, positions[None])[0]
             for layer in range(self.full.num_layers):
                 host = self.host.read(layer, host_rows)
-                full = self.full.cache.records[layer][row]
-                assert_same_bits(host[:length], full[:length], f"{where}, layer {layer}, host")
+                full = self.full.cache.read(layer, row, positions[:length])
+                assert_same_bits(host[:length], full, f"{where}, layer {layer}, host")
                 assert host[length:].isnan().all(), f"{where}, layer {layer}: beyond the newest"
+                start, end = self.full.cache.slots.extent_of(row)
+                beyond = self.full.cache.records[layer][start + length : end]
+                assert beyond.isnan().all(), f"{where}, layer {layer}: beyond the newest, full"
 
     def release(self, index: int) -> None:
         for one in self.runners:
-            one.cache.release(self.rows[index])
+            one.release(self.rows[index])
         del self.rows[index], self.seq_lens[index]
-        self.sparse.cache.check_integrity()
+        self.check_integrity()
+
+    def check_integrity(self) -> None:
+        for one in self.runners:
+            one.cache.check_integrity()
+            one.selector.pages.check_integrity()
+            assert one.selector.pages.owners == one.cache.rows == set(self.rows)
 
 
 def tokens(count: int, seed: int = 0, vocab_size: int = 128) -> Tensor:
@@ -230,10 +246,15 @@ def test_a_row_is_taken_over_by_another_request(tiny_decoder):
     """Pages and slots of a request that left still hold its records; the next one must not."""
     pair = Pair(tiny_decoder(), max_requests=2)
     run(pair, [90, 40], steps=6)
+    extents = pair.full.cache.slots.extent_of(0), pair.full.selector.pages.extent_of(0)
+    of_records, of_pages = (slice(*extent) for extent in extents)
     pair.release(0)
-    for one in pair.runners:  # nothing may be read of what the row had before
-        for records in one.cache.records:
-            records[0] = torch.nan
+    for records in pair.full.cache.records:  # nothing may be read of what the row had before
+        records[of_records] = torch.nan
+    for records in pair.sparse.cache.records:
+        records[0] = torch.nan
+    for one in pair.runners:
+        one.selector.bounds[:, of_pages] = torch.nan
     owned = {page for pages in pair.host._pages.values() for page in pages}
     free = [page for page in range(pair.host.num_pages) if page not in owned]
     pages = pair.host.records.view(pair.full.num_layers, pair.host.num_pages, 4, -1)
@@ -243,6 +264,28 @@ def test_a_row_is_taken_over_by_another_request(tiny_decoder):
     for step in range(STEPS - 6):
         pair.decode(tokens(2, 2000 + step).tolist())
     assert min(counts(pair)) > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_simulated_kernels(tiny_decoder, dtype):
+    """On a CPU too everything in a step can be done by kernels: the caches give the same bits."""
+    pair = Pair(tiny_decoder(DTYPES[dtype], num_hidden_layers=2), max_requests=3, kernels=True)
+    run(pair, [B - 1, 2 * B + 5], steps=3, padding=1)
+    assert min(counts(pair)[:2]) > 0
+
+
+def test_simulated_kernels_do_what_torch_does(tiny_decoder):
+    """The same selections, and the logits within the tolerance of another order of sums."""
+    decoder, lengths = tiny_decoder(num_hidden_layers=2), [3 * B + 5, 7]
+    pairs = [Pair(decoder, max_requests=3, kernels=kernels) for kernels in (False, True)]
+    for seed, length in enumerate(lengths):
+        plain, simulated = (pair.prefill(tokens(length, seed)) for pair in pairs)
+        assert_same_bits(simulated, plain, "logits of the prompt")
+    for step in range(3):
+        plain, simulated = (pair.decode([step, step + 1], padding=1) for pair in pairs)
+        assert_same_bits(torch.stack(simulated[1]), torch.stack(plain[1]), "positions")
+        assert_near(simulated[0], plain[0], 2e-5, f"step {step}, logits")
+    assert counts(pairs[1]) == counts(pairs[0])
 
 
 @pytest.mark.gpu
@@ -278,7 +321,7 @@ def test_decode_is_its_layers(tiny_decoder):
     )
     for seed, length in enumerate([20, 80]):
         pair.prefill(tokens(length, seed))
-        whole.prefill(whole.cache.admit(length + STEPS), tokens(length, seed))
+        whole.prefill(whole.admit(length + STEPS), tokens(length, seed))
     for step in range(STEPS):
         logits, _ = pair.decode([step, step + 1])
         batch = Batch.make(pair.rows, pair.seq_lens, "cpu")
@@ -332,7 +375,8 @@ class MaskedRun(DenseRun):
         self.seq_len += 1
         hidden = decoder.embed(token_id[None])
         for layer, positions in enumerate(selected):
-            q, k, v = decoder.attention_inputs(layer, hidden, position)
+            q, records = decoder.attention_inputs(layer, hidden, position)
+            k, v = records.view(len(q), 2, -1, q.shape[2]).unbind(1)
             self.keys[layer].append(k.clone())
             self.values[layer].append(v.clone())
             group = q.shape[1] // k.shape[1]
@@ -378,7 +422,7 @@ def test_the_shipped_chunk_is_crossed(tiny_decoder):
     settings["hisparse"] = HiSparseConfig(top_k=K, device_buffer_size=B)
     for kind in ("full", "hisparse"):
         one = make_runner(decoder, cache=kind, **settings)
-        logits = one.prefill(one.cache.admit(length + 8), ids)
+        logits = one.prefill(one.admit(length + 8), ids)
         assert_near(logits, dense_logits(decoder, ids)[-1], 2e-5, kind)
 
 

@@ -12,7 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minihisparse.sampling import SamplingParams, make_generator, mask_stop_ids, sample
+from minihisparse.sampling import (
+    NO_TOKEN,
+    SamplingParams,
+    make_generator,
+    mask_stop_ids,
+    sample,
+)
 
 INF, NAN = math.inf, math.nan
 
@@ -156,11 +162,20 @@ def test_sampling_leaves_the_global_generator_alone():
 
 @pytest.mark.parametrize("row", [[0.0, NAN, 1.0], [0.0, INF, 1.0], [-INF, -INF, -INF]], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_broken_logits_name_their_row(row, temperature):
+def test_broken_logits_give_no_token(row, temperature):
+    """NO_TOKEN where they are; the rows beside draw what they draw without them."""
     params = SamplingParams(temperature=temperature)
-    logits = torch.tensor([[0.0, 1.0, 2.0], row])
-    with pytest.raises(FloatingPointError, match="row 1: its largest logit"):
-        sample(logits, [params] * 2, [make_generator(params, 0, 0)] * 2)
+    good = [[0.0, 1.0, 2.0], [3.0, 1.0, 2.5]]
+    logits = torch.tensor([good[0], row, good[1]])
+    generators = [make_generator(params, 0, i) for i in range(3)]
+    expected = sample(
+        torch.tensor(good), [params] * 2, [make_generator(params, 0, i) for i in (0, 2)]
+    )
+    assert sample(logits, [params] * 3, generators) == [expected[0], NO_TOKEN, expected[1]]
+    assert NO_TOKEN == -1  # no token's id
+    if temperature:  # a broken row draws nothing
+        untouched = make_generator(params, 0, 1)
+        assert torch.equal(generators[1].get_state(), untouched.get_state())
 
 
 def test_misuse_is_explained():

@@ -18,6 +18,7 @@ import minihisparse
 from minihisparse import runner
 from minihisparse.batch import Batch
 from minihisparse.config import HiSparseConfig
+from minihisparse.decode_step import DecodeStep
 from minihisparse.engine import LLM
 from minihisparse.host_store import ALIGNMENT
 from minihisparse.model import Decoder
@@ -187,7 +188,8 @@ def test_timings_of_the_engine(tiny_decoder):
     params = [SamplingParams(max_new_tokens=n) for n in (1, 6, 4)]
     outputs = llm.generate([[5], [6], [7]], params)
     assert [len(out.itl_ms) for out in outputs] == [0, 5, 3]
-    assert len(llm.timings.ttft_ms) == 3 and len(llm.timings.step_ms) == 5 + 3
+    assert len(llm.timings.ttft_ms) == 3  # the third joins when the first has ended: at once
+    assert len(llm.timings.step_ms) == 5 and llm.scheduler.num_steps == 5
     assert llm.timings.num_decode_tokens == 0 + 5 + 3
     for out, engine in zip(outputs, llm.timings.ttft_ms, strict=True):
         assert 0 < out.ttft_ms <= engine  # both from the arrival on
@@ -198,7 +200,8 @@ def test_a_caller_who_looks_is_not_timed(tiny_decoder):
     llm = LLM(tiny_decoder(), max_running_requests=1, max_model_len=64, use_tqdm=False)
     for _ in llm.step([5], SamplingParams(max_new_tokens=3)):
         time.sleep(0.05)
-    assert sum(llm.timings.step_ms) < 2 * LAYERS * 50
+    assert len(llm.timings.step_ms) == 2 and llm.timings.num_decode_tokens == 2
+    assert 0 < sum(llm.timings.step_ms) < 2 * LAYERS * 50
 
 
 # ---- reports ----
@@ -206,7 +209,9 @@ def test_a_caller_who_looks_is_not_timed(tiny_decoder):
 LAYERS, W, R, K, B, PAGE = 3, 32, 2, 8, 16, 4
 
 
-def small_runner(decoder: Decoder, max_model_len: int = 128, cache: str = "hisparse") -> Runner:
+def small_runner(
+    decoder: Decoder, max_model_len: int = 128, cache: str = "hisparse", **settings
+) -> Runner:
     return make_runner(
         decoder,
         cache=cache,
@@ -214,6 +219,7 @@ def small_runner(decoder: Decoder, max_model_len: int = 128, cache: str = "hispa
         hisparse=HiSparseConfig(top_k=K, device_buffer_size=B, page_size=PAGE),
         max_model_len=max_model_len,
         max_running_requests=R,
+        **settings,
     )
 
 
@@ -232,11 +238,10 @@ def test_cache_report_is_arithmetic(tiny_decoder):
     json.dumps(cache_report(cache), allow_nan=False)
 
 
-@pytest.mark.parametrize("cache", ["hisparse", "full"])
-def test_cache_report_of_a_run(tiny_decoder, cache):
+def test_cache_report_of_a_run(tiny_decoder):
     """Every selected position is one hit or one miss; a cold cache starts with misses."""
-    one = small_runner(tiny_decoder(), cache=cache)
-    row, length, steps = one.cache.admit(100), 60, 6
+    one = small_runner(tiny_decoder())
+    row, length, steps = one.admit(100), 60, 6
     one.prefill(row, torch.arange(length))
     assert cache_report(one.cache)["hits"] == 0  # a prefill looks nothing up
     first = None
@@ -248,13 +253,21 @@ def test_cache_report_of_a_run(tiny_decoder, cache):
         first = first or cache_report(one.cache)
     report = cache_report(one.cache)
     assert report["hits"] + report["misses"] == num_selected
-    if cache == "full":
-        assert report["misses"] == report["evictions"] == report["bytes_h2d"] == 0
-        assert report["hit_rate"] == 1.0
-    else:
-        assert first["hits"] == LAYERS and first["evictions"] == 0  # only the newest was there
-        assert report["bytes_h2d"] == report["misses"] * W * 4
-        assert 0 < report["hit_rate"] < 1
+    assert first["hits"] == LAYERS and first["evictions"] == 0  # only the newest was there
+    assert report["bytes_h2d"] == report["misses"] * W * 4
+    assert 0 < report["hit_rate"] < 1
+
+
+def test_cache_report_of_full_kv(tiny_decoder):
+    """Nothing is looked up, so there is nothing to count: no numbers, not zeros."""
+    one = small_runner(tiny_decoder(), cache="full")
+    row = one.admit(100)
+    one.prefill(row, torch.arange(60))
+    one.decode(torch.tensor([1]), Batch.make([row], [61], CPU))
+    report = cache_report(one.cache)
+    assert set(report) == {"hits", "misses", "hit_rate", "evictions", "bytes_h2d"}
+    assert set(report.values()) == {None}
+    json.dumps(report, allow_nan=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -266,32 +279,37 @@ def test_memory_report(tiny_decoder, dtype):
     pages = 128 // PAGE
     assert report == {
         "device_kv_bytes": LAYERS * R * (B + 1) * W * dtype.itemsize,
-        "selector_bytes": LAYERS * R * pages * W * dtype.itemsize,  # a max and a min key
-        "metadata_bytes": LAYERS * R * B * (4 + 2) + R * pages * 4,
+        # Per page a max and a min key; per request where its pages begin.
+        "selector_bytes": LAYERS * R * pages * W * dtype.itemsize + R * 8,
+        # Per slot and request; then where its slots begin, counters, and the first LRU order.
+        "metadata_bytes": LAYERS * R * B * (4 + 2) + R * pages * 4 + R * 8 + LAYERS * 3 * 8 + B * 2,
         "workspace_bytes": 12345,
         "host_pool_bytes": LAYERS * R * 128 * W * dtype.itemsize,
         "full_kv_bytes": LAYERS * 75 * W * dtype.itemsize,
     }
     json.dumps(report, allow_nan=False)
+    step = DecodeStep(one)
+    held = {"step_bytes": 0, "graph_bytes": 0}  # on a CPU a step keeps nothing
+    assert memory_report(one.cache, one.selector, workspace, [70, 5], step) == report | held
     full = small_runner(tiny_decoder(dtype), cache="full")
     report = memory_report(full.cache, full.selector, workspace, [128, 128])
     assert report["device_kv_bytes"] == report["full_kv_bytes"]  # every row of full length
-    assert report["host_pool_bytes"] == report["metadata_bytes"] == 0
+    assert report["host_pool_bytes"] == 0 and report["metadata_bytes"] == R * 8
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
 @pytest.mark.parametrize("cache", ["hisparse", "full"])
-def test_nothing_is_left_out_of_the_memory_report(tiny_decoder, cache):
-    """All that a runner allocates is in the report, but for counters, one row of slots, and what it
-    takes to start the host pool at a page.
+def test_nothing_is_left_out_of_the_memory_report(tiny_decoder, cache, kernels):
+    """All that a runner allocates is in the report, but for the attention kernel's scratch, which a
+    decode step reports, and what it takes to start the host pool at a page.
     """
     decoder = tiny_decoder()
     with AllocationAccount() as account:
-        one = small_runner(decoder, cache=cache)
+        one = small_runner(decoder, cache=cache, kernels=kernels)
     report = memory_report(one.cache, one.selector, Workspace(CPU), [])
     reported = sum(report[key] for key in report if key != "workspace_bytes")
-    others = LAYERS * 3 * 8
-    if cache == "hisparse":
-        others += B * 2 + ALIGNMENT
+    assert (one.scratch_bytes > 0) == kernels
+    others = one.scratch_bytes + (ALIGNMENT if cache == "hisparse" else 0)
     assert account.live_bytes == reported + others
 
 
@@ -300,7 +318,8 @@ def test_device_kv_does_not_depend_on_the_context(tiny_decoder):
     short, long = (small_runner(tiny_decoder(), max_model_len=n) for n in (128, 512))
     reports = [memory_report(r.cache, r.selector, Workspace(CPU), []) for r in (short, long)]
     assert reports[0]["device_kv_bytes"] == reports[1]["device_kv_bytes"]
-    assert 4 * reports[0]["selector_bytes"] == reports[1]["selector_bytes"]
+    bounds = [report["selector_bytes"] - R * 8 for report in reports]  # R * 8: where pages begin
+    assert 4 * bounds[0] == bounds[1]
     full = [small_runner(tiny_decoder(), n, "full").cache.device_kv_bytes for n in (128, 512)]
     assert 4 * full[0] == full[1]
 
@@ -375,10 +394,10 @@ def bytes_per_token(decoder: Decoder, page_size: int) -> int:
 
 def prefill_peak(one: Runner, length: int, device: torch.device = CPU) -> int:
     prompt = (torch.arange(length) % 100).to(device)
-    row, workspace = one.cache.admit(length), Workspace(device)
+    row, workspace = one.admit(length), Workspace(device)
     with workspace.measure():
         one.prefill(row, prompt)
-    one.cache.release(row)
+    one.release(row)
     return workspace.peak_bytes
 
 
@@ -402,6 +421,7 @@ def growth(one: Runner, device: torch.device = CPU) -> float:
 @pytest.fixture
 def small_chunk(monkeypatch):
     monkeypatch.setattr(runner, "PREFILL_CHUNK", CHUNK)
+    monkeypatch.setattr(runner, "GPU_PREFILL_CHUNK", CHUNK)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -461,15 +481,27 @@ def test_a_prefill_holds_one_layer_on_a_gpu(tiny_decoder, small_chunk, dtype):
 
 
 @pytest.mark.gpu
-def test_device_memory_of_the_caches_on_a_gpu(tiny_decoder):
-    """What the report says is what torch's allocator gave, within its rounding to 512 bytes."""
+@pytest.mark.parametrize("cache", ["hisparse", "full"])
+def test_device_memory_on_a_gpu(tiny_decoder, cache):
+    """What the report says is what torch's allocator gave, within its rounding to 512 bytes: of the
+    caches, and then of the step with its graphs.
+    """
     decoder = tiny_decoder(device="cuda")
     gc.collect()  # what other tests have left must not be freed in between
     before = torch.cuda.memory_allocated()
-    one = small_runner(decoder)
+    one = small_runner(decoder, cache=cache)
     taken = torch.cuda.memory_allocated() - before
-    report = memory_report(one.cache, one.selector, Workspace(torch.device("cuda")), [])
-    keys = ("device_kv_bytes", "selector_bytes", "metadata_bytes")
-    reported = sum(report[key] for key in keys)
-    num_tensors = LAYERS + 13  # records; tables of cache, pool, selector and kernel
+    workspace = Workspace(torch.device("cuda"))
+    report = memory_report(one.cache, one.selector, workspace, [])
+    keys = ["device_kv_bytes", "selector_bytes", "metadata_bytes"]
+    reported = sum(report[key] for key in keys) + one.scratch_bytes
+    # Records; tables of cache, pool and selector; buffers of Resolve, Quest and attention.
+    num_tensors = LAYERS + 28
     assert reported <= taken <= reported + 512 * num_tensors
+
+    step = DecodeStep(one, progress=False)
+    taken = torch.cuda.memory_allocated() - before
+    report = memory_report(one.cache, one.selector, workspace, [], step)
+    assert report["graph_bytes"] == step.graph_bytes > 0
+    reported = sum(report[key] for key in [*keys, "step_bytes", "graph_bytes"])
+    assert reported <= taken <= reported + 512 * (num_tensors + 2)

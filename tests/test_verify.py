@@ -34,6 +34,7 @@ def make_lockstep(
     num_requests: int = 1,
     hisparse: HiSparseConfig = SMALL,
     check_integrity: bool = True,
+    enforce_eager: bool = False,
     **settings,
 ) -> Lockstep:
     """Fresh runners; every record that nobody has written yet is NaN, on both sides."""
@@ -45,9 +46,9 @@ def make_lockstep(
     for runner in runners:
         for records in runner.cache.records:
             records.fill_(math.nan)
-        runner.cache.checked = True
+        runner.cache.checked = model.device.type == "cpu"  # a graph cannot stop to check
     runners[1].cache.host.records.fill_(math.nan)
-    return Lockstep(*runners, check_integrity=check_integrity)
+    return Lockstep(*runners, check_integrity=check_integrity, enforce_eager=enforce_eager)
 
 
 def make_prompt(length: int, vocab_size: int = 128) -> list[int]:
@@ -56,10 +57,10 @@ def make_prompt(length: int, vocab_size: int = 128) -> list[int]:
 
 
 def assert_idle(lockstep: Lockstep) -> None:
-    """No request holds anything in either cache: rows, host pages, slots."""
+    """No request holds anything in either runner: rows, host pages, slots, the selector's pages."""
     for runner in lockstep.runners.values():
-        cache = runner.cache
-        assert cache.rows == set()
+        cache, pages = runner.cache, runner.selector.pages
+        assert cache.rows == set() and pages.num_free == pages.num_units
         if isinstance(cache, HiSparseCache):
             host = cache.host
             assert host.num_free_tokens == host.num_pages * host.page_size
@@ -132,6 +133,45 @@ def test_tokens_are_dense_greedy_when_all_is_selected(tiny_decoder):
         assert best.values[0] - best.values[1] > 1e-3  # no tie
         expected.append(int(best.indices[0]))
     assert lockstep.tokens == [expected[40:]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_exact_on_a_gpu(tiny_decoder, enforce_eager, dtype):
+    """Graphs of both caches, or layer by layer."""
+    model = tiny_decoder(dtype, device="cuda")
+    lockstep = make_lockstep(model, 4, enforce_eager=enforce_eager)
+    assert lockstep.use_graphs != enforce_eager
+    assert_exact(lockstep, [make_prompt(n) for n in (B - 3, 1, 150)], new=40)
+    assert lockstep.runners["hisparse"].cache.counters.sum(0).min() > 0
+
+
+@pytest.mark.gpu
+def test_graphs_and_layers_give_the_same_tokens(tiny_decoder):
+    model = tiny_decoder(device="cuda")
+    tokens = []
+    for enforce_eager in (False, True):
+        lockstep = make_lockstep(model, 2, enforce_eager=enforce_eager)
+        assert_exact(lockstep, [make_prompt(40), make_prompt(B)], new=20)
+        tokens.append(lockstep.tokens)
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.gpu
+def test_a_fault_is_found_behind_a_graph(tiny_decoder):
+    """A record of layer 1 that differs: the first newest record made from it is one layer later."""
+    lockstep = make_lockstep(tiny_decoder(device="cuda"))
+    tokens = lockstep.run([PROMPT], STEPS)
+    next(tokens)
+    full = lockstep.runners["full"].cache
+    start, _ = full.slots.extent_of(0)
+    full.records[1][start : start + len(PROMPT)] += 1
+    next(tokens)
+    found = lockstep.first_difference
+    assert (found.step, found.layer, found.what) == (1, 2, "a record in the host pool")
+    tokens.close()
+    assert_idle(lockstep)
 
 
 def test_timings_and_progress(tiny_decoder):

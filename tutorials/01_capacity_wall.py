@@ -187,8 +187,9 @@ def device_bytes(name: str, seq_len: int, slots: int = B) -> dict[str, int]:
     pages = -(-seq_len // PAGE)
     return {
         "records": layers * (slots + 1) * record_bytes,
-        "selector": layers * pages * record_bytes,
-        "tables": layers * slots * 6 + pages * 4,  # 4: in which host page a page lies
+        "selector": layers * pages * record_bytes + 8,  # 8: where its pages begin
+        # 4: in which host page a page lies; 8: where its slots begin
+        "tables": layers * slots * 6 + pages * 4 + 8,
     }
 
 
@@ -201,7 +202,9 @@ for s in CONTEXTS:
 # %% [markdown]
 # ## Are these formulas true?
 #
-# Ask the engine. It allocates its caches when it is made, so a tiny model is enough.
+# Ask the engine. It allocates its caches when it is made, so a tiny model is enough. To the tables
+# it adds a little that all requests share: counters of hits, misses and evictions in each layer,
+# and a number of 2 bytes per slot.
 
 # %%
 tiny = ModelConfig(64, 16, 16, 2, 4, 2, 4, max_position_embeddings=256)
@@ -217,6 +220,7 @@ runner = make_runner(
 )
 models["tiny"] = (tiny.num_hidden_layers, tiny.record_width * BF16, weight_bytes(tiny))
 counted = device_bytes("tiny", seq_len=256, slots=64)
+counted["tables"] += tiny.num_hidden_layers * 3 * 8 + 64 * 2  # shared by all requests
 allocated = {
     "records": runner.cache.device_kv_bytes,
     "selector": runner.selector.state_bytes,
@@ -364,7 +368,7 @@ def longest_context(requests: int) -> tuple[int, int]:
     layers, record_bytes, weights = models["Llama-3.1-8B"]
     share = (H100 - weights) / requests
     full = int(share // (layers * record_bytes))
-    fixed = layers * (B + 1) * record_bytes + layers * B * 6
+    fixed = layers * (B + 1) * record_bytes + layers * B * 6 + 16
     pages = int((share - fixed) // (layers * record_bytes + 4))
     return full, pages * PAGE
 

@@ -78,8 +78,8 @@ def make(cache: str) -> tuple[Runner, int]:
         max_model_len=32,
         max_running_requests=2,
     )
-    runner.cache.admit(6)  # somebody else
-    return runner, runner.cache.admit(32)
+    runner.admit(6)  # somebody else
+    return runner, runner.admit(32)
 
 
 runner, row = make("hisparse")
@@ -123,7 +123,8 @@ print(f"S = {S}: the token {ids[-1]} at position {NEWEST} is known, but no layer
 #   **host row**. `host_pages` says in which page of host rows a page of positions lies.
 # - `tokens[layer]`: which position each slot holds, -1 if none (`device_buffer_tokens`).
 # - `lru[layer]`: the slots in order of use, least recent first (`lru_slots`).
-# - `bounds[layer]`: for Quest, the largest and smallest key of each page.
+# - `bounds[layer]`: for Quest, the largest and smallest key of each page. A request's pages lie
+#   side by side among those of all requests; `bounds` begins with our first one.
 
 # %%
 cache, selector = runner.cache, runner.selector
@@ -132,7 +133,8 @@ host = cache.host.records.clone()  # [L, host rows, W]
 host_pages = cache.host.req_to_host_pool[row].tolist()
 tokens = cache.device_buffer_tokens[:, row].tolist()
 lru = cache.lru_slots[:, row].tolist()
-bounds = selector.bounds[:, row].clone()  # [L, Hkv, P, 2, D]
+our_pages = slice(*selector.pages.extent_of(row))
+bounds = selector.bounds[:, our_pages].clone()  # [L, P, Hkv, 2, D]
 
 
 def host_row(position: int) -> int:
@@ -221,18 +223,18 @@ print(f"-> slot {B} on the device, host row {host_row(NEWEST)} in host memory")
 
 # %%
 def update_bounds(layer: int, k: torch.Tensor) -> None:
-    largest, smallest = bounds[layer, :, NEWEST // PAGE].unbind(1)  # [Hkv, D] each
+    largest, smallest = bounds[layer, NEWEST // PAGE].unbind(1)  # [Hkv, D] each
     if NEWEST % PAGE == 0:  # the first key of a new page
         largest, smallest = k, k
-    bounds[layer, :, NEWEST // PAGE] = torch.stack(
+    bounds[layer, NEWEST // PAGE] = torch.stack(
         [torch.maximum(largest, k), torch.minimum(smallest, k)], dim=1
     )
 
 
-show("before", bounds[0, 0, NEWEST // PAGE])
+show("before", bounds[0, NEWEST // PAGE, 0])
 show("new key", k[0])
 update_bounds(0, k)
-show("after", bounds[0, 0, NEWEST // PAGE])
+show("after", bounds[0, NEWEST // PAGE, 0])
 
 # %% [markdown]
 # ## 4. Quest: scores of pages
@@ -250,7 +252,7 @@ def page_scores(layer: int, q: torch.Tensor) -> torch.Tensor:
     scores = torch.zeros(num_pages)
     for head in range(HQ):
         kv_head = head // (HQ // HKV)
-        largest, smallest = bounds[layer, kv_head, :num_pages].float().unbind(1)  # [P, D] each
+        largest, smallest = bounds[layer, :num_pages, kv_head].float().unbind(1)  # [P, D] each
         query = q[head].float()
         limit = torch.maximum(query * largest, query * smallest).sum(1) / D**0.5  # [P]
         scores += limit.softmax(0)
@@ -351,8 +353,9 @@ show("attention", by_hand)
 
 # %%
 def attend(layer: int, q: torch.Tensor, slots: list[int]) -> torch.Tensor:
-    only_row = torch.tensor([0])
-    return decode_attention(q[None], gpu[layer][None], torch.tensor([slots]), only_row)
+    first_slot = torch.tensor([0])  # the engine's records are those of all requests, ours are alone
+    slots = torch.tensor([slots], dtype=torch.int32)
+    return decode_attention(q[None], gpu[layer], slots, first_slot)
 
 
 attention = attend(0, q, slots)  # [1, Hq, D]
@@ -426,7 +429,7 @@ assert torch.equal(my_logits, full_logits)
 assert cache.device_buffer_tokens[:, row].tolist() == tokens
 assert cache.lru_slots[:, row].tolist() == lru
 assert torch.equal(bits(cache.host.records), bits(host))
-assert torch.equal(bits(selector.bounds[:, row]), bits(bounds))
+assert torch.equal(bits(selector.bounds[:, our_pages]), bits(bounds))
 for layer in range(2):
     assert torch.equal(bits(cache.records[layer][row]), bits(gpu[layer]))
 cache.check_integrity()

@@ -314,7 +314,7 @@ for label in SIZES:
 # would read.
 
 # %%
-record_bytes = llm.cache.records[0].shape[2] * llm.cache.records[0].itemsize
+record_bytes = llm.cache.record_bytes
 dense = LAYERS * (PROMPT_TOKENS + STEPS // 2) * record_bytes
 sparse = mean(sum(selected[layer][step] for layer in ALL_LAYERS) for step in LATER) * record_bytes
 fetched = mean(sum(engine_misses[layer][step] for layer in ALL_LAYERS) for step in LATER)
