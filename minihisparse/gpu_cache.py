@@ -128,9 +128,8 @@ class HiSparseCache(KVCache):
         self.skip_io = skip_io
         self.counters = torch.zeros(num_layers, 3, dtype=torch.int64, device=device)
         shape = (max_requests, device_buffer_size + 1, record_width)
-        empty = (
-            torch.zeros if skip_io else torch.empty
-        )  # what is never fetched is read all the same
+        # What is never fetched is read all the same, and should be numbers.
+        empty = torch.zeros if skip_io else torch.empty
         self.records = [
             empty(shape, dtype=host.records.dtype, device=device) for _ in range(num_layers)
         ]

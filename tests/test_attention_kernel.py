@@ -24,7 +24,8 @@ from test_kernels_compile import (
 )
 
 from minihisparse.kernels import attention
-from minihisparse.kernels.attention import RESIDENT_THREADS, DecodeAttention, attention_kernel
+from minihisparse.kernels.attention import DecodeAttention
+from minihisparse.kernels.attention_kernel import RESIDENT_THREADS, attention_kernel
 from minihisparse.kernels.numbers import dtype_name
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -477,7 +477,13 @@ def test_a_prefill_holds_one_layer_on_a_gpu(tiny_decoder, small_chunk, dtype):
     one = wide_runner(decoder)
     prefill_peak(one, 64, device)  # cuBLAS takes its workspace once
     rounding = 20 * 512 / (LENGTHS[1] - LENGTHS[0])
-    assert growth(one, device) <= bytes_per_token(decoder, page_size=64) + rounding
+    # Flash attention splits the keys of a small chunk, 64 at least to a block, for a whole GPU, and
+    # keeps each split's sums in float32. A chunk of the usual size fills the GPU without.
+    config = decoder.config
+    splits = config.num_attention_heads * CHUNK * (config.head_dim + 1) * 4 / 64
+    limit = bytes_per_token(decoder, page_size=64) + rounding + splits
+    assert limit < (config.hidden_size + 2 * config.record_width) * decoder.dtype.itemsize
+    assert growth(one, device) <= limit
 
 
 @pytest.mark.gpu
