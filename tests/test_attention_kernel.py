@@ -24,6 +24,7 @@ from test_kernels_compile import (
 )
 
 from minihisparse.kernels import attention
+from minihisparse.kernels import attention_kernel as kernel_module
 from minihisparse.kernels.attention import DecodeAttention
 from minihisparse.kernels.attention_kernel import RESIDENT_THREADS, attention_kernel
 from minihisparse.kernels.numbers import dtype_name
@@ -247,7 +248,7 @@ def test_it_does_not_matter_who_else_is_in_the_batch(device, top_k):
 @pytest.mark.parametrize("resident_blocks", [1, None])
 def test_it_does_not_matter_in_which_order_threads_and_blocks_run(resident_blocks, monkeypatch):
     """Three splits of two warps, two KV heads, two requests: any block may be the last."""
-    monkeypatch.setattr(attention, "MAX_WARPS", 2)
+    monkeypatch.setattr(kernel_module, "MAX_WARPS", 2)
     monkeypatch.setattr(attention, "attention_kernel", attention_kernel.__wrapped__)
     problem = Problem("cpu", 4, 2, 16, 130, FP32, num_reqs=2)
     assert problem.made._made.num_splits == 3 and problem.made._made.num_threads == 64
