@@ -36,7 +36,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minihisparse import plots
-from minihisparse.bench_decode import check_counts
+from minihisparse.bench_engine import check_counts
 from minihisparse.config import MAX_DEVICE_BUFFER_SIZE, choose_device
 from minihisparse.host_store import HostPool, free_host_bytes
 from minihisparse.kernels.resolver import MAX_POSITIONS_PER_THREAD, RUNGS, Resolver

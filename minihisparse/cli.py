@@ -18,7 +18,7 @@ from pathlib import Path
 from minihisparse import __version__, commands
 from minihisparse.config import HiSparseConfig
 
-ERRORS = (OSError, ValueError, MemoryError, RuntimeError, FloatingPointError, ImportError)
+ERRORS = (OSError, ValueError, MemoryError, RuntimeError, ImportError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -60,7 +60,6 @@ class Scheduler:
         self.running: list[Request] = []
         self.workspace = Workspace(runner.model.device)
         self.timings = Timings()
-        self.num_steps = 0
         self._eos = runner.model.config.eos_token_ids
         self._prefilling: Request | None = None
         self._open_step: Iterator[LayerEvent] | None = None  # somebody looks at its layers
@@ -91,7 +90,7 @@ class Scheduler:
             active = list(self.running)
             start = time.perf_counter()
             self._append(active, self.decode(*self._inputs(active)))
-            self._count_step(start, len(active))
+            self.timings.add_step(time.perf_counter() - start, len(active))
 
     def step_layers(self) -> Iterator[LayerEvent]:
         """The same as `step`, but stops after each layer; the next one runs when asked for.
@@ -120,16 +119,12 @@ class Scheduler:
             yield event
             start += time.perf_counter() - stopped  # looking takes no time of the engine's
         self._append(active, runner.logits(hidden))
-        self._count_step(start, len(active))
+        self.timings.add_step(time.perf_counter() - start, len(active))
 
     def _finish_open_step(self) -> None:
         step, self._open_step = self._open_step, None
         for _ in step or ():
             pass
-
-    def _count_step(self, start: float, num_tokens: int) -> None:
-        self.timings.add_step(time.perf_counter() - start, num_tokens)
-        self.num_steps += 1
 
     def _inputs(self, active: list[Request]) -> tuple[list[int], list[int], list[int]]:
         """Newest tokens, request rows and lengths."""

@@ -115,7 +115,7 @@ def test_rope(device, tokens, q_heads, kv_heads, head_dim, norm, dtype):
         return
     # Cancellation: an ulp of the two numbers can be many of their difference.
     off = (actual - expected)[:, :-kv_heads].double().abs()
-    ulps = 5 if dtype == FP32 else 2  # rsqrt of the GPU itself has 2
+    ulps = 5 if dtype == FP32 and place.type == "cuda" else 2  # the GPU's own rsqrt has 2 more
     assert bool((off <= ulps * torch.finfo(dtype).eps * size).all()), difference(actual, expected)
     if dtype != FP32:
         assert (off > 0).sum() <= 0.03 * off.numel(), difference(actual, expected)

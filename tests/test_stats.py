@@ -189,7 +189,7 @@ def test_timings_of_the_engine(tiny_decoder):
     outputs = llm.generate([[5], [6], [7]], params)
     assert [len(out.itl_ms) for out in outputs] == [0, 5, 3]
     assert len(llm.timings.ttft_ms) == 3  # the third joins when the first has ended: at once
-    assert len(llm.timings.step_ms) == 5 and llm.scheduler.num_steps == 5
+    assert len(llm.timings.step_ms) == 5
     assert llm.timings.num_decode_tokens == 0 + 5 + 3
     for out, engine in zip(outputs, llm.timings.ttft_ms, strict=True):
         assert 0 < out.ttft_ms <= engine  # both from the arrival on
@@ -477,13 +477,7 @@ def test_a_prefill_holds_one_layer_on_a_gpu(tiny_decoder, small_chunk, dtype):
     one = wide_runner(decoder)
     prefill_peak(one, 64, device)  # cuBLAS takes its workspace once
     rounding = 20 * 512 / (LENGTHS[1] - LENGTHS[0])
-    # Flash attention splits the keys of a small chunk, 64 at least to a block, for a whole GPU, and
-    # keeps each split's sums in float32. A chunk of the usual size fills the GPU without.
-    config = decoder.config
-    splits = config.num_attention_heads * CHUNK * (config.head_dim + 1) * 4 / 64
-    limit = bytes_per_token(decoder, page_size=64) + rounding + splits
-    assert limit < (config.hidden_size + 2 * config.record_width) * decoder.dtype.itemsize
-    assert growth(one, device) <= limit
+    assert growth(one, device) <= bytes_per_token(decoder, page_size=64) + rounding
 
 
 @pytest.mark.gpu
