@@ -98,7 +98,8 @@ class Resolver:
         swap_in_block_size: threads per block, a multiple of 32 up to 1024; None: one per slot, at
         most 1024. blocks_per_request: how many copy for a request; None: by the batch.
         skip_io: decide everything, fetch nothing (the no-IO oracle: the records are not valid).
-        record_plan: leave `miss_plan` behind. checked: refuse positions out of range.
+        record_plan: leave `miss_plan` behind, for a `Replayer`. checked: refuse positions out of
+        range.
         Raises ValueError for what the kernels cannot do; the message names the flag that helps.
         """
         if swap_in_block_size is None:

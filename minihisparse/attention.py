@@ -8,14 +8,49 @@ The heads of one KV group are stacked as extra queries of that KV head (GQA with
 Padding: records at slot -1 are zeroed, because a weight of 0 times NaN is NaN. On a GPU decode is
 a kernel that gathers nothing first (`kernels/attention.py`); the prompt's is torch's everywhere.
 It deliberately does not know positions: keys are rotated before they are stored.
+
+Some selectors split attention into branches (`Branches`): each has a softmax of its own, over its
+part of the slots, and the outputs are added up, with a gate on each.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+
+
+class Branches(NamedTuple):
+    """Attention in three gated parts (NSA, `nsa.py`) instead of one softmax over the selection."""
+
+    compressed: Tensor  # [R, Hq, D], the output of the first: it reads no records of the cache
+    selected: Tensor  # [R, K] bool, which of the slots the second reads
+    window: Tensor  # [R, K] bool, which of them the third
+    gates: Tensor  # [R, Hq, 3] float32, what each branch's output is multiplied with
+
+
+def gated_attention(
+    attend: Callable[[Tensor], Tensor], slots: Tensor, branches: Branches
+) -> Tensor:
+    """The sum of the branches' outputs times their gates: [R, Hq, D].
+
+    attend: from slots [R, K] int32, -1 anywhere is padding, to [R, Hq, D], zeros in a row without
+    any; the kernel or `decode_attention`.
+    """
+    selected, window = (
+        attend(slots.masked_fill(~read, -1)) for read in (branches.selected, branches.window)
+    )
+    outputs = [branches.compressed, selected, window]
+    return gated_sum(outputs, branches.gates).to(selected.dtype)
+
+
+def gated_sum(outputs: Sequence[Tensor], gates: Tensor) -> Tensor:
+    """Outputs [R, Hq, D] of n branches, gates [R, Hq, n] float32 -> [R, Hq, D] float32."""
+    return (torch.stack(tuple(outputs), dim=3).float() * gates[:, :, None]).sum(dim=3)
 
 
 def decode_attention(q: Tensor, records: Tensor, slots: Tensor, first_slots: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from minihisparse.bench_engine import (
     start_report,
     token_ids,
 )
-from minihisparse.bench_table import head, line, predict
+from minihisparse.bench_table import compare_with_no_io, head, line, predict
 from minihisparse.model import Decoder
 from minihisparse.resolve_timer import ResolveTimer, check_device
 from minihisparse.synthetic import GivenSelections, fill, sliding_selections
@@ -101,6 +101,7 @@ def bench_decode(
         record_bytes=model.config.record_width * model.dtype.itemsize,
         link_gb_per_s=link,
     )
+    compare_with_no_io(rows)
     save_figure(args, report, "decode.png")
 
 
@@ -148,9 +149,8 @@ def measure(
 ) -> dict:
     """One closed loop in an engine of its own; its row, and Resolve's times if asked for."""
     # The rows say it all: with the budget too, more than they need would be allocated.
-    runner = make_point_runner(args, point, model, load.rows, hbm_budget_gib=None)
-    if selections is not None:
-        runner.selector = selections(point.input_len, load.rows)
+    given = selections(point.input_len, load.rows) if selections else None
+    runner = make_point_runner(args, point, model, load.rows, None, given)
     if args.synthetic_context:
         runner.prefill = partial(fill, runner)
     timer = ResolveTimer(runner) if args.resolve_latency else None
@@ -204,7 +204,8 @@ def selections_of(
             f"{name} begins with {trace.context_len} tokens, more than --input-len "
             f"{min(args.input_len)}"
         )
-    return lambda input_len, _: GivenSelections(trace.positions, input_len, model.device)
+    anchor_of = model.config.anchor_of
+    return lambda input_len, _: GivenSelections(trace.positions, input_len, model.device, anchor_of)
 
 
 def _synthetic_selections(
@@ -240,6 +241,6 @@ def _synthetic_selections(
             num_misses=round(rate * top_k),
             seed=args.seed,
         )
-        return GivenSelections(positions, input_len, model.device)
+        return GivenSelections(positions, input_len, model.device, config.anchor_of)
 
     return make

@@ -14,23 +14,27 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from minihisparse import energy, plots
+from minihisparse.assembly import Choice, make_runner, num_tables
 from minihisparse.capacity import plan_capacity
+from minihisparse.config import HiSparseConfig
 from minihisparse.decode_step import DecodeStep
 from minihisparse.model import Decoder
 from minihisparse.request import Request
-from minihisparse.runner import Runner, make_runner
+from minihisparse.runner import Runner
 from minihisparse.scheduler import Scheduler
+from minihisparse.selector import Selector
 from minihisparse.stats import cache_report, memory_report
 from minihisparse.tokenizer import Tokenizer
 from minihisparse.workload import latencies, percentiles, text_ids
 
-MODES = ("full", "hisparse", "no-io")
+MODES = ("full", "hisparse", "prefetch", "no-io")
 LINK_BYTES = 2**28
 RANDOM_TOKENS = 4096  # of the "text" of a model without a tokenizer
 WARM_UP_TOKENS = 4096
@@ -102,20 +106,30 @@ def num_rows(
 
     Raises ValueError, naming the flag, if the budget does not hold one request.
     """
+    choice = Choice.of(args.selector, args.selector_weights)
+    max_model_len = max_model_len_of(args, point, model)
     capacity = plan_capacity(
         model.config,
         args.hisparse,
         cache=_cache_of(point.mode),
         itemsize=model.dtype.itemsize,
-        max_model_len=max_model_len_of(args, point, model),
+        max_model_len=max_model_len,
         max_running_requests=max_running_requests,
         hbm_budget_gib=point.budget_gib,
+        selector=choice.size(model, args.hisparse, max_model_len, model.device.type == "cuda"),
+        num_tables=num_tables(choice.anchor_of, _config_of(args, point.mode)),
     )
     return capacity.max_running_requests
 
 
 def _cache_of(mode: str) -> str:
     return "full" if mode == "full" else "hisparse"
+
+
+def _config_of(args: argparse.Namespace, mode: str) -> HiSparseConfig:
+    """Of a mode: hisparse without prefetch, prefetch with it, no-io where layers share."""
+    prefetch = {"hisparse": False, "prefetch": True}.get(mode)
+    return replace(args.hisparse, enable_layer_prefetch=prefetch)
 
 
 # ---- before the first point ----
@@ -165,18 +179,28 @@ def make_point_runner(
     model: Decoder,
     max_running_requests: int | None,
     hbm_budget_gib: float | None,
+    selector: Selector | None = None,
 ) -> Runner:
-    """A runner of the point's cache, for requests of its length."""
-    return make_runner(
+    """A runner of the point's cache, for requests of its length. selector: in place of the one
+    that is asked for.
+    """
+    runner = make_runner(
         model,
         cache=_cache_of(point.mode),
-        selector=args.selector,
-        hisparse=args.hisparse,
+        selector=selector or args.selector,
+        selector_weights=args.selector_weights,
+        hisparse=_config_of(args, point.mode),
         max_model_len=max_model_len_of(args, point, model),
         max_running_requests=max_running_requests,
         hbm_budget_gib=hbm_budget_gib,
         skip_io=point.mode == "no-io",
     )
+    if point.mode == "prefetch" and runner.prefetcher is None:
+        raise ValueError(
+            "--modes prefetch needs layers that share a selection: --selector dsa-shared, or "
+            "index_topk_freq in the config of --random-weights"
+        )
+    return runner
 
 
 def make_scheduler(
@@ -200,7 +224,7 @@ def warm_up(runner: Runner, step: DecodeStep, prompt: Sequence[int]) -> None:
     step([0], [row], [len(prompt) + 1])
     runner.release(row)
     if runner.cache.counters is not None:
-        runner.cache.counters.zero_()
+        runner.cache.reset_counters()
     if runner.model.device.type == "cuda":
         torch.cuda.synchronize(runner.model.device)
 

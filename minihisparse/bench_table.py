@@ -6,8 +6,11 @@ It prints; it deliberately does not know engines: a row is the dict that `make_r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean
 
 from minihisparse.cost_model import CostModel
+
+LOAD = ("input_len", "hbm_budget_gib", "concurrency")  # equal for rows that can be compared
 
 
 def head(load: str) -> str:
@@ -81,3 +84,33 @@ def predict(
                     f"hisparse, {input_len} tokens, {running:g} running: predicted "
                     f"{predicted:.0f} decode tok/s, measured {row['decode_tokens_per_second']:.0f}"
                 )
+
+
+def compare_with_no_io(rows: Sequence[dict]) -> None:
+    """Adds to the rows of hisparse and prefetch what they lose to IO, and prints it, where the same
+    load was measured without IO.
+
+    exposed_io_ms: of a mean step, that is, of a token of each request, what IO adds to it.
+    share_of_no_io: decode throughput over that of the no-IO oracle.
+    """
+    for row in rows:
+        if row["mode"] not in ("hisparse", "prefetch") or not row["step_ms"]:
+            continue
+        oracle = [
+            other
+            for other in rows
+            if other["mode"] == "no-io"
+            and other["step_ms"]
+            and all(other.get(key) == row.get(key) for key in LOAD)
+        ]
+        if not oracle:
+            continue
+        step_ms = mean(other["step_ms"]["mean"] for other in oracle)
+        rate = mean(other["decode_tokens_per_second"] for other in oracle)
+        exposed = row["step_ms"]["mean"] - step_ms
+        share = row["decode_tokens_per_second"] / rate
+        row["exposed_io_ms"], row["share_of_no_io"] = round(exposed, 3), round(share, 4)
+        print(
+            f"{row['mode']}, {row['input_len']} tokens, {row['running_mean']:g} running: IO adds "
+            f"{exposed:.3f} ms per token; {100 * share:.1f}% of the no-IO oracle's tok/s"
+        )

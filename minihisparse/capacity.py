@@ -7,8 +7,9 @@ pass and CUDA graphs come on top.
 Per request of S tokens, L layers, records of W bytes, pages of P tokens:
 
     full       L * W * S                        records
-    hisparse   L * ((B + 1) * W + 6 * B)        records, device_buffer_tokens and lru_slots
-    both       L * W * S / P                    Quest's page bounds
+    hisparse   L * ((B + 1) * W + 6 * B)        records, device_buffer_tokens and lru_slots (these
+                                                once per anchor, where layers are prefetched)
+    both       L * W * S / P                    Quest's page bounds; other selectors say their own
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 
 from minihisparse.config import HiSparseConfig
 from minihisparse.model_config import ModelConfig
+from minihisparse.quest import QuestSelector
+from minihisparse.selector import SelectorSize
 
 GIB = 2**30
 DEFAULT_RUNNING_REQUESTS = 8
@@ -28,12 +31,12 @@ class Capacity:
     """Sizes to allocate.
 
     max_running_requests: request rows. device_slots: FullCache's, of all requests together.
-    selector_pages: of all requests together. total_bytes: what these take.
+    selector_units: of all requests together. total_bytes: what these take.
     """
 
     max_running_requests: int
     device_slots: int
-    selector_pages: int
+    selector_units: int
     total_bytes: int
 
 
@@ -46,8 +49,12 @@ def plan_capacity(
     max_model_len: int,
     max_running_requests: int | None = None,
     hbm_budget_gib: float | None = None,
+    selector: SelectorSize | None = None,
+    num_tables: int | None = None,
 ) -> Capacity:
     """Sizes for `cache` ("full" or "hisparse"), with elements of `itemsize` bytes.
+
+    selector: its size; None: Quest's. num_tables: layers with tables of their own; None: all.
 
     Without a budget everything is as large as max_running_requests (8 if None) requests of
     max_model_len tokens need. With one, there are as many rows as it holds such requests; if
@@ -55,53 +62,49 @@ def plan_capacity(
     shared by requests of whatever length, at least one of max_model_len tokens.
     Raises ValueError if the budget is smaller than one request; the message says what helps.
     """
-    layers, page_size = model.num_hidden_layers, hisparse.page_size
-    record_bytes = model.record_width * itemsize
-    pages = -(-max_model_len // page_size)
-    page_bytes = layers * record_bytes  # a page's bounds are as large as a record
-    row_bytes = _table_bytes(model, hisparse, pages)
+    layers, record_bytes = model.num_hidden_layers, model.record_width * itemsize
+    if selector is None:
+        selector = QuestSelector.size(
+            model, hisparse, itemsize=itemsize, max_model_len=max_model_len
+        )
+    units, unit_tokens = selector.units(max_model_len), selector.unit_tokens
+    row_bytes = 8 + selector.row_bytes  # 8: where its slots begin
     if cache == "full":
         slot_bytes = layers * record_bytes
     else:
         slot_bytes = 0
         num_slots = hisparse.device_buffer_size_for(layers, record_bytes)
-        row_bytes += layers * ((num_slots + 1) * record_bytes + 6 * num_slots)
-        row_bytes += 4 * pages + 12 * hisparse.top_k + 64
-    length_bytes = max_model_len * slot_bytes + pages * page_bytes
+        tables = layers if num_tables is None else num_tables
+        row_bytes += layers * (num_slots + 1) * record_bytes + tables * 6 * num_slots
+        row_bytes += 4 * -(-max_model_len // hisparse.page_size) + 12 * hisparse.top_k + 64
+    length_bytes = max_model_len * slot_bytes + units * selector.unit_bytes
 
-    def capacity(rows: int, slots: int, pages: int) -> Capacity:
-        total = rows * row_bytes + slots * slot_bytes + pages * page_bytes
-        return Capacity(rows, slots, pages, total)
+    def capacity(rows: int, slots: int, units: int) -> Capacity:
+        total = rows * row_bytes + slots * slot_bytes + units * selector.unit_bytes
+        return Capacity(rows, slots, units, total + selector.fixed_bytes)
 
     if hbm_budget_gib is None:
         rows = max_running_requests or DEFAULT_RUNNING_REQUESTS
-        return capacity(rows, rows * max_model_len, rows * pages)
+        return capacity(rows, rows * max_model_len, rows * units)
     if not 0 < hbm_budget_gib < math.inf:
         raise ValueError(f"--hbm-budget-gib {hbm_budget_gib} must be above 0 and finite")
-    budget = int(hbm_budget_gib * GIB)
+    budget = int(hbm_budget_gib * GIB) - selector.fixed_bytes
     one = row_bytes + length_bytes
-    rows = budget // one
+    rows = max(budget, 0) // one
     if max_running_requests is not None:
         rows = max_running_requests
     left = budget - rows * row_bytes
     if rows < 1 or left < length_bytes:
-        needed = max(rows, 1) * row_bytes + length_bytes
+        needed = max(rows, 1) * row_bytes + length_bytes + selector.fixed_bytes
         raise ValueError(
             f"--hbm-budget-gib {hbm_budget_gib:g} is less than one request of {max_model_len} "
             f"tokens needs, {needed / GIB:.3f} GiB; raise it, or lower --max-model-len, "
             "--max-running-requests or --device-buffer-size"
         )
     if max_running_requests is None:
-        return capacity(rows, rows * max_model_len, rows * pages)
-    # A page of tokens and its bounds, as often as they fit.
-    most = min(rows * pages, left // (page_size * slot_bytes + page_bytes))
-    if most < pages:  # there is room for one of full length, but not for all of its last page
-        return capacity(rows, max_model_len, pages)
-    return capacity(rows, min(most * page_size, rows * max_model_len), most)
-
-
-def _table_bytes(model: ModelConfig, hisparse: HiSparseConfig, pages: int) -> int:
-    """Bytes per request row of what both caches need: ranges, and the buffers of the selection."""
-    heads, tiles = model.num_attention_heads, -(-pages // 64)  # the kernels' tiles have 64 pages
-    scores = 4 * 64 * tiles * (heads + 1) + 8 * heads * tiles
-    return 20 + scores + 4 * hisparse.top_k
+        return capacity(rows, rows * max_model_len, rows * units)
+    # The tokens of a unit and its state, as often as they fit.
+    most = min(rows * units, left // (unit_tokens * slot_bytes + selector.unit_bytes))
+    if most < units:  # there is room for one of full length, but not for all of its last unit
+        return capacity(rows, max_model_len, units)
+    return capacity(rows, min(most * unit_tokens, rows * max_model_len), most)

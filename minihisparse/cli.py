@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from minihisparse import __version__, commands
+from minihisparse.assembly import SELECTORS
 from minihisparse.config import HiSparseConfig
 
 ERRORS = (OSError, ValueError, MemoryError, RuntimeError, ImportError)
@@ -159,8 +160,13 @@ def _add_engine_flags(parser: argparse.ArgumentParser, model_required: bool) -> 
     _add_process_flags(group)
 
     group = parser.add_argument_group("cache")
-    group.add_argument("--selector", choices=["quest"], default="quest")
-    group.add_argument("--hisparse-config", metavar="JSON", help="the next six in one, as JSON")
+    group.add_argument("--selector", choices=SELECTORS, default="quest")
+    group.add_argument(
+        "--selector-weights",
+        metavar="FILE",
+        help="add-on with the trained selector (the shipped one, for SmolLM2-135M-Instruct)",
+    )
+    group.add_argument("--hisparse-config", metavar="JSON", help="the next eight in one, as JSON")
     group.add_argument("--top-k", type=int, help="positions selected per step and layer (256)")
     group.add_argument("--device-buffer-size", type=int, help="slots per request and layer (2K)")
     group.add_argument("--cache-size-mb", type=float, help="instead: MiB per request")
@@ -170,6 +176,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser, model_required: bool) -> 
         "--swap-in-block-size",
         type=int,
         help="threads per block of the Resolve kernel (one per slot, at most 1024)",
+    )
+    group.add_argument("--index-dtype", help="of DSA's index keys: auto, the model's, or fp8")
+    group.add_argument(
+        "--enable-layer-prefetch",
+        action=argparse.BooleanOptionalAction,
+        help="fetch early for layers that share a selection (where the selector shares)",
     )
 
 
@@ -278,7 +290,8 @@ def _add_point_flags(parser: argparse.ArgumentParser):
     """What both benches of the engine have; returns the group of points."""
     parser.add_argument("--plot", metavar="DIR", help="figures, and their data as JSON, go there")
     group = parser.add_argument_group("points", "lists; all combinations are measured")
-    group.add_argument("--modes", default="full,hisparse", help="full, hisparse, no-io; a list")
+    help = "full, hisparse, prefetch, no-io; a list"
+    group.add_argument("--modes", default="full,hisparse", help=help)
     group.add_argument(
         "--hbm-budget-gib",
         type=_sizes,

@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from minihisparse.assembly import make_runner
 from minihisparse.config import choose_device
 from minihisparse.decode_step import DecodeStep
 from minihisparse.engine import LLM
 from minihisparse.model import Decoder
 from minihisparse.model_config import ModelConfig
-from minihisparse.runner import Runner, make_runner
+from minihisparse.runner import Runner
 from minihisparse.sampling import SamplingParams
 from minihisparse.stats import (
     Timings,
@@ -278,6 +279,7 @@ def _llm(args: argparse.Namespace, report: dict, max_running_requests: int | Non
         tokenizer=tokenizer,
         cache=args.cache,
         selector=args.selector,
+        selector_weights=args.selector_weights,
         hisparse=args.hisparse,
         max_model_len=args.max_model_len,
         max_running_requests=max_running_requests,
@@ -306,6 +308,7 @@ def _lockstep(
             model,
             cache=cache,
             selector=args.selector,
+            selector_weights=args.selector_weights,
             hisparse=args.hisparse,
             max_model_len=max(num_tokens, 1) if args.max_model_len is None else limit,
             max_running_requests=len(prompts),

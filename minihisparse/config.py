@@ -37,6 +37,9 @@ class HiSparseConfig:
     page_size: tokens per page, of the host pool and of Quest alike.
     swap_in_block_size: threads per block of the Resolve kernel, a multiple of 32 up to 1,024; None:
         one per slot, at most 1,024. Of no effect on a CPU, and never on what comes out.
+    index_dtype: of DSA's index keys: "auto", the model's, or "fp8" (e4m3 with a scale per key).
+    enable_layer_prefetch: fetch for layers that share a selection before it is their turn. None:
+        where the selector shares. Never of effect on what comes out.
 
     Raises ValueError: a value outside its limits; the message names the flag that helps.
     """
@@ -47,6 +50,8 @@ class HiSparseConfig:
     host_to_device_ratio: float | None = None
     page_size: int = 16
     swap_in_block_size: int | None = None
+    index_dtype: str = "auto"
+    enable_layer_prefetch: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("top_k", "page_size"):
@@ -54,6 +59,9 @@ class HiSparseConfig:
         for name in ("cache_size_mb", "host_to_device_ratio"):
             value = getattr(self, name)
             self._check(name, value is None or _is_positive(value), "a number > 0")
+        self._check("index_dtype", self.index_dtype in ("auto", "fp8"), "auto or fp8")
+        prefetch = self.enable_layer_prefetch
+        self._check("enable_layer_prefetch", prefetch in (None, True, False), "true or false")
         threads = self.swap_in_block_size
         allowed = threads is None or (_is_int(threads) and threads in range(32, 1025, 32))
         self._check("swap_in_block_size", allowed, "a multiple of 32 in 32..1024")

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from minihisparse.assembly import make_runner
 from minihisparse.config import HiSparseConfig, choose_device
 from minihisparse.decode_step import DecodeStep
 from minihisparse.events import LayerEvent
-from minihisparse.gpu_cache import KVCache
+from minihisparse.kv_cache import KVCache
 from minihisparse.model import Decoder
 from minihisparse.request import Delta, Request, RequestOutput
-from minihisparse.runner import make_runner
 from minihisparse.sampling import SamplingParams, make_generator
 from minihisparse.scheduler import Scheduler
 from minihisparse.stats import Timings, Workspace
@@ -39,8 +39,10 @@ class LLM:
 
     model: a Hugging Face folder; or a Decoder, with `tokenizer` (without one, prompts are token
     ids). device: "auto", "cpu", "cuda", "cuda:N". dtype: "auto", "fp32", "bf16", "fp16". cache:
-    "hisparse" or "full". selector: "quest". hisparse: HiSparseConfig, defaults if None; its
-        `top_k` and `page_size` apply to both caches.
+    "hisparse" or "full". hisparse: HiSparseConfig, defaults if None; its `top_k` and `page_size`
+        apply to both caches.
+    selector: "quest", "dsa" or "dsa-shared". selector_weights: its add-on's file, where it is a
+        trained one; None: the shipped one, for SmolLM2-135M-Instruct.
     max_model_len: most tokens of a request, prompt and answer; None: the model's own limit.
     max_running_requests: request rows, that is, the largest batch; None: 8, or what the budget
         holds.
@@ -65,6 +67,7 @@ class LLM:
         dtype: str = "auto",
         cache: str = "hisparse",
         selector: str = "quest",
+        selector_weights: str | Path | None = None,
         hisparse: HiSparseConfig | None = None,
         max_model_len: int | None = None,
         max_running_requests: int | None = None,
@@ -95,6 +98,7 @@ class LLM:
             self.model,
             cache=cache,
             selector=selector,
+            selector_weights=selector_weights,
             hisparse=self.hisparse,
             max_model_len=self.max_model_len,
             max_running_requests=max_running_requests,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from minihisparse.batch import Batch
-from minihisparse.gpu_cache import HiSparseCache, KVCache
+from minihisparse.gpu_cache import HiSparseCache
+from minihisparse.kv_cache import KVCache
 from minihisparse.runner import LayerResult
 
 
@@ -48,7 +49,7 @@ def tokens_of(cache: KVCache, layer: int, batch: Batch) -> Tensor | None:
     """A copy of the batch's device_buffer_tokens [R, B]; None for FullCache."""
     if not isinstance(cache, HiSparseCache):
         return None
-    return cache.device_buffer_tokens[layer, batch.req_pool_indices]
+    return cache.tables(layer)[0][batch.req_pool_indices]
 
 
 def explain(
@@ -61,7 +62,10 @@ def explain(
     layer: int,
     indices: list[int],
 ) -> LayerEvent:
-    """Tells hits from misses: a position is a hit if its slot held it before."""
+    """Tells hits from misses: a position is a hit if its slot held it before.
+
+    tokens_before: of `tokens_of`, before the layer, or before its anchor, whose tables it shares.
+    """
     positions, slots = result.positions, result.slots
     resident = slots >= 0
     lru_slots = None
@@ -72,7 +76,7 @@ def explain(
         held = tokens_before.gather(1, slots.long().clamp(0, num_slots - 1))
         newest = positions == batch.seq_lens[:, None] - 1  # written through, whatever was there
         hit = resident & (newest | (held == positions))
-        lru_slots = cache.lru_slots[layer, batch.req_pool_indices]
+        lru_slots = cache.tables(layer)[1][batch.req_pool_indices]
     missed = resident & ~hit
     return LayerEvent(
         step=step,

@@ -3,7 +3,7 @@
 The slot of position p is p, so nothing is looked up and nothing ever misses. A request's slots are
 one range of the device's, as long as the request may become.
 
-Cost: a record per position and layer on the device. The interface is in `gpu_cache.py`.
+Cost: a record per position and layer on the device. The interface is in `kv_cache.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from minihisparse.batch import Batch
 from minihisparse.extents import ExtentPool
-from minihisparse.gpu_cache import KVCache, pad_rows
 from minihisparse.kernels.resolve_torch import check_positions
+from minihisparse.kv_cache import KVCache, pad_rows
 
 
 class FullCache(KVCache):

@@ -1,17 +1,9 @@
 """Where KV records live on the device: a few of them per request, the rest in host memory.
 
-`KVCache` is what both caches share, `HiSparseCache` the one this project is about; `FullCache`, all
-records on the device, is in `full_cache.py`. They have the same interface and differ in exactly one
-thing: what `resolve` answers and which tensor the answer indexes. Everything around them (selector,
-order of positions, padding, attention) is the same, and that is why their outputs can be compared
-bit for bit.
+`HiSparseCache` is what this project is about; its interface is `kv_cache.py`'s. Beside it:
 
-    row = cache.admit(num_tokens)                    a request comes; refused: ValueError, no change
-    cache.write_prompt(layer, row, records)          its prompt's records, layer by layer
-    cache.write_through(layer, records, batch)       each step: the newest record of each request
-    slots = cache.resolve(layer, positions, batch)   each step: selected positions -> slots
-    cache.slot_records(layer)                        [N, W]: slot s of row r is first_slot[r] + s
-    cache.release(row)                               the request leaves, finished or aborted
+    cache.replay(layer, batch)    in place of `resolve`, in a layer that shares a selection
+    cache.check_integrity()       all invariants below
 
 Upstream names: device_buffer_tokens, lru_slots, device_buffer_size, write-through.
 
@@ -19,9 +11,13 @@ Invariants (`check_integrity`): every occupied slot's record equals the host row
 position); the positions in a request's slots are distinct; lru_slots is a permutation; what belongs
 to no request is empty.
 
+Layers that share a selection (`anchor_of`): the first of such a group is its anchor and resolves,
+the others replay what it fetched. They have one set of tables, the anchor's, so that no admission,
+growth or abort can bring them out of step; records and host rows are each layer's own.
+
 Cost on the device: (B + 1) * W elements per request and layer, whatever the request's length, and
-6 bytes of tables per slot. On a GPU everything that happens in a step is a kernel, on a CPU torch
-operations. A cache deliberately knows neither scores nor models.
+6 bytes of tables per slot, once per group. On a GPU everything that happens in a step is a kernel,
+on a CPU torch operations. A cache deliberately knows neither scores nor models, nor streams.
 """
 
 from __future__ import annotations
@@ -32,68 +28,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from minihisparse.anchors import check_anchors
 from minihisparse.batch import Batch
 from minihisparse.host_store import HostPool, check
 from minihisparse.kernels.resolve_torch import resolve_torch
+from minihisparse.kv_cache import KVCache, pad_rows
 
 if TYPE_CHECKING:
+    from minihisparse.kernels.replay import Replayer
     from minihisparse.kernels.resolver import Resolver
-
-
-class KVCache:
-    """What both caches share: who holds which request row, and how a record is found.
-
-    first_slot: [max_requests] int64, where a row's slots begin in `slot_records`.
-    counters: [L, 3] int64, hits, misses and evictions; None where there is nothing to count.
-    """
-
-    records: list[Tensor]  # per layer, [..., W]
-    host: HostPool | None = None
-    first_slot: Tensor
-    counters: Tensor | None = None
-    metadata_bytes: int
-
-    def __init__(self, num_layers: int, max_requests: int, device: torch.device, checked: bool):
-        self.num_layers = num_layers
-        self.max_requests = max_requests
-        self.device = device
-        self.checked = checked
-        self.rows: set[int] = set()
-
-    def admit(self, num_tokens: int) -> int:
-        """Takes the lowest free request row, with room for `num_tokens` positions.
-
-        Raises ValueError if there is no row or no room; then nothing has changed.
-        """
-        row = next((r for r in range(self.max_requests) if r not in self.rows), None)
-        if row is None:
-            raise ValueError(
-                f"all {self.max_requests} request rows are taken; raise --max-running-requests"
-            )
-        self._reserve(row, num_tokens)
-        self.rows.add(row)
-        return row
-
-    def release(self, row: int) -> None:
-        """Gives the row back. Raises ValueError, and changes nothing, if no request holds it."""
-        if row not in self.rows:
-            raise ValueError(f"request row {row} is not admitted")
-        self._clear(row)
-        self.rows.remove(row)
-
-    def slot_records(self, layer: int) -> Tensor:
-        """[N, W]: the records of all slots, all request rows."""
-        return self.records[layer].flatten(0, -2)
-
-    @property
-    def record_bytes(self) -> int:
-        """Bytes of one record in one layer."""
-        return self.records[0].shape[-1] * self.records[0].itemsize
-
-    @property
-    def device_kv_bytes(self) -> int:
-        """Device bytes of KV records, all request rows."""
-        return sum(records.nbytes for records in self.records)
 
 
 class HiSparseCache(KVCache):
@@ -111,14 +54,19 @@ class HiSparseCache(KVCache):
         swap_in_block_size: int | None = None,
         skip_io: bool = False,
         kernels: bool | None = None,
+        anchor_of: Sequence[int] | None = None,
+        replay_blocks: int | None = None,
     ) -> None:
         """The caches of `max_requests` request rows, as many layers and as wide as the host pool.
 
         top_k: positions per request in each `resolve`. swap_in_block_size: threads per block of the
         Resolve kernel; None: by the sizes. skip_io: the no-IO oracle: all decisions are made, no
         record is fetched, and outputs are wrong. kernels: work with kernels (simulated on a CPU) or
-        with torch; None: kernels on a GPU. Raises ValueError or RuntimeError if the GPU cannot run
-        them.
+        with torch; None: kernels on a GPU. anchor_of: per layer the one whose selection it uses,
+        itself if it is an anchor; such layers `replay`. None: every layer resolves. replay_blocks:
+        see `Replayer`.
+        Raises ValueError if anchor_of is not right, ValueError or RuntimeError if the GPU cannot
+        run the kernels.
         """
         num_layers, _, record_width = host.records.shape
         super().__init__(num_layers, max_requests, device, checked)
@@ -126,7 +74,10 @@ class HiSparseCache(KVCache):
         self.device_buffer_size = device_buffer_size
         self.top_k = top_k
         self.skip_io = skip_io
-        self.counters = torch.zeros(num_layers, 3, dtype=torch.int64, device=device)
+        self.anchor_of = check_anchors(anchor_of, num_layers)
+        anchors = sorted(set(self.anchor_of))
+        self._table_of = [anchors.index(anchor) for anchor in self.anchor_of]
+        self._counters = torch.zeros(len(anchors), 3, dtype=torch.int64, device=device)
         shape = (max_requests, device_buffer_size + 1, record_width)
         # What is never fetched is read all the same, and should be numbers.
         empty = torch.zeros if skip_io else torch.empty
@@ -135,11 +86,15 @@ class HiSparseCache(KVCache):
         ]
         rows = torch.arange(max_requests, dtype=torch.int64, device=device)
         self.first_slot = rows * (device_buffer_size + 1)
-        shape = (num_layers, max_requests, device_buffer_size)
-        self.device_buffer_tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
+        shape = (len(anchors), max_requests, device_buffer_size)
+        self._tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._initial_order = torch.arange(device_buffer_size, dtype=torch.int16, device=device)
-        self.lru_slots = self._initial_order.expand(shape).contiguous()  # [L, max_requests, B]
+        self._lru_slots = self._initial_order.repeat(len(anchors), max_requests, 1)
+        self.top_k_device_locs: Tensor | None = None  # [R, K] int32, the answer shared by a group
+        self._resolved: int | None = None  # the layer of the last resolve
+        self._plan: tuple[Tensor, Tensor] | None = None  # without kernels: what it fetched
         self._resolver: Resolver | None = None
+        self._replayer: Replayer | None = None
         if device.type == "cuda" if kernels is None else kernels:
             from minihisparse.kernels import write_through
             from minihisparse.kernels.resolver import Resolver
@@ -154,15 +109,77 @@ class HiSparseCache(KVCache):
                 page_size=host.page_size,
                 swap_in_block_size=swap_in_block_size,
                 skip_io=skip_io,
+                record_plan=self.has_shared_layers and not skip_io,
                 checked=checked,
             )
             self._resolver.load()
+            if self._resolver.record_plan:
+                from minihisparse.kernels.replay import Replayer
+
+                self._replayer = Replayer(
+                    self._resolver.miss_plan,
+                    device_buffer_size=device_buffer_size,
+                    record_bytes=self._resolver.record_bytes,
+                    replay_blocks=replay_blocks,
+                )
+                self._replayer.load()
+
+    # -- tables: stored once per anchor -----------------------------------------------------------
+
+    @property
+    def has_shared_layers(self) -> bool:
+        return len(self._tokens) < self.num_layers
+
+    def tables(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's device_buffer_tokens [max_requests, B] int32 and lru_slots, likewise int16.
+
+        Layers that share a selection share them: they are the anchor's own, not copies.
+        """
+        table = self._table_of[layer]
+        return self._tokens[table], self._lru_slots[table]
+
+    @property
+    def device_buffer_tokens(self) -> Tensor:
+        """[L, max_requests, B] int32: the position in each slot, -1 if none; to be read only."""
+        return self._of_all_layers(self._tokens)
+
+    @property
+    def lru_slots(self) -> Tensor:
+        """[L, max_requests, B] int16: the slots, least recent first; to be read only."""
+        return self._of_all_layers(self._lru_slots)
+
+    @property
+    def counters(self) -> Tensor:
+        """[L, 3] int64: hits, misses, evictions; a shared layer's are its anchor's. To be read."""
+        return self._of_all_layers(self._counters)
+
+    def reset_counters(self) -> None:
+        self._counters.zero_()
+
+    def has_own_tables(self, layer: int) -> bool:
+        return self.anchor_of[layer] == layer
+
+    def end_sharing(self) -> None:
+        """From now on every layer resolves: between two steps, and before any CUDA graph.
+
+        Each gets a copy of its anchor's tables, which are its own, since they are in lockstep.
+        """
+        self._tokens = self._tokens[self._table_of].clone()
+        self._lru_slots = self._lru_slots[self._table_of].clone()
+        self._counters = self._counters[self._table_of].clone()
+        self.anchor_of = tuple(range(self.num_layers))
+        self._table_of = list(self.anchor_of)
+        self._resolved = None
+
+    def _of_all_layers(self, tables: Tensor) -> Tensor:
+        """Itself where every layer has its own table, else a copy with a table per layer."""
+        return tables[self._table_of] if self.has_shared_layers else tables
 
     @property
     def metadata_bytes(self) -> int:
         """Device bytes of the tables: slots, LRU order, host pages, and the kernel's own."""
-        tables = (self.device_buffer_tokens, self.lru_slots, self.host.req_to_host_pool)
-        tables += (self.first_slot, self.counters, self._initial_order)
+        tables = (self._tokens, self._lru_slots, self.host.req_to_host_pool)
+        tables += (self.first_slot, self._counters, self._initial_order)
         kernel_bytes = self._resolver.device_bytes if self._resolver else 0
         return sum(table.nbytes for table in tables) + kernel_bytes
 
@@ -176,8 +193,8 @@ class HiSparseCache(KVCache):
 
     def _clear(self, row: int) -> None:
         self.host.release(row)
-        self.device_buffer_tokens[:, row] = -1
-        self.lru_slots[:, row] = self._initial_order
+        self._tokens[:, row] = -1
+        self._lru_slots[:, row] = self._initial_order
 
     def write_prompt(self, layer: int, row: int, records: Tensor) -> None:
         """Stores records [T, W] of positions 0..T-1 in the host pool; if T <= B, in slots 0..T-1
@@ -199,18 +216,21 @@ class HiSparseCache(KVCache):
             self.host.write(layer, self.host.host_rows_of(requests, positions), records)
         if num_tokens <= self.device_buffer_size:
             self.records[layer][row, :num_tokens] = records
-            self.device_buffer_tokens[layer, row, :num_tokens] = positions.int()
+            tokens, _ = self.tables(layer)
+            tokens[row, :num_tokens] = positions.int()
 
     def write_through(self, layer: int, records: Tensor, batch: Batch) -> None:
         """Stores the newest record of each request on the device and in the host pool at once.
 
         records [R, W]. Position S-1 goes to slot S-1 while S <= B, and to slot B afterwards.
+        Layers that share a table enter the same position in it, one after the other.
         """
+        tokens, _ = self.tables(layer)
         if self._resolver:
             self._write_kernels.write_through(
                 records,
                 *batch.tensors,
-                self.device_buffer_tokens[layer],
+                tokens,
                 self.records[layer],
                 self.device_buffer_size,
                 self.host.req_to_host_pool,
@@ -226,7 +246,6 @@ class HiSparseCache(KVCache):
 
         if batch.min_seq_len > self.device_buffer_size:
             return  # nobody grows any more: slot B is in no table
-        tokens = self.device_buffer_tokens[layer]
         growing = slots < self.device_buffer_size
         slots = torch.where(growing, slots, 0)  # who does not grow rewrites slot 0 as it is
         tokens[rows, slots] = torch.where(growing, positions.int(), tokens[rows, slots])
@@ -235,22 +254,32 @@ class HiSparseCache(KVCache):
         """Makes the records of positions [R, K] int32 resident; their slots [R, K] int32.
 
         On a GPU in one kernel, and the next call overwrites the answer; else in torch operations.
-        Raises ValueError in checked mode if a position is out of range.
+        Raises ValueError for a layer that is no anchor; in checked mode if a position is out of
+        range.
         """
+        if self.anchor_of[layer] != layer:
+            raise ValueError(
+                f"layer {layer} shares the selection of layer {self.anchor_of[layer]}: it has no "
+                "Resolve of its own, see replay"
+            )
+        self._resolved = None  # until it is
+        tokens, lru_slots = self.tables(layer)
+        counters = self._counters[self._table_of[layer]]
         if self._resolver:
-            return self._resolver.resolve(
+            self.top_k_device_locs = self._resolver.resolve(
                 positions,
                 *batch.tensors,
-                device_buffer_tokens=self.device_buffer_tokens[layer],
-                lru_slots=self.lru_slots[layer],
+                device_buffer_tokens=tokens,
+                lru_slots=lru_slots,
                 host_records=self.host.records[layer],
                 records=self.records[layer],
-                counters=self.counters[layer],
+                counters=counters,
             )
+            self._resolved = layer
+            return self.top_k_device_locs
         num_rows, positions = len(positions), positions[: batch.num_real_reqs]
         batch = batch.real
         rows = batch.req_pool_indices
-        tokens, lru_slots = self.device_buffer_tokens[layer], self.lru_slots[layer]
         done = resolve_torch(
             positions,
             batch.seq_lens,
@@ -259,23 +288,57 @@ class HiSparseCache(KVCache):
             checked=self.checked,
         )
         if not self.skip_io:
-            self._fetch(layer, rows, positions, done.slots, done.fetch)
+            plan = self._miss_plan(rows, positions, done.slots, done.fetch)
+            self._fetch(layer, plan)
+            self._plan = plan if self.has_shared_layers else None
         tokens.index_copy_(0, rows, done.tokens)
         lru_slots.index_copy_(0, rows, done.lru_slots)
         misses = done.fetch.sum()
         hits, evictions = (done.slots >= 0).sum() - misses, (done.evicted >= 0).sum()
-        self.counters[layer] += torch.stack([hits, misses, evictions])
-        return pad_rows(done.slots.int(), num_rows)
+        counters += torch.stack([hits, misses, evictions])
+        answer = pad_rows(done.slots.int(), num_rows)
+        self._resolved = layer
+        self.top_k_device_locs = answer if self.has_shared_layers else None
+        return answer
 
-    def _fetch(
-        self, layer: int, rows: Tensor, positions: Tensor, slots: Tensor, fetch: Tensor
-    ) -> None:
-        """Copies the missed records from the host pool into their slots."""
+    def replay(self, layer: int, batch: Batch) -> None:
+        """Fetches into a layer's slots what its anchor's `resolve`, the last one, fetched.
+
+        With skip_io nothing. On a GPU in one kernel, on the current stream.
+        Raises ValueError if the layer is an anchor, or the last resolve was not its anchor's.
+        """
+        anchor = self.anchor_of[layer]
+        if anchor == layer or anchor != self._resolved:
+            raise ValueError(
+                f"layer {layer}, whose anchor is {anchor}, cannot replay what layer "
+                f"{self._resolved} has resolved"
+            )
+        if self.skip_io:
+            return
+        if self._replayer is None:
+            self._fetch(layer, self._plan)
+            return
+        self._replayer.replay(
+            batch.req_pool_indices,
+            batch.num_real_reqs_tensor,
+            host_records=self.host.records[layer],
+            records=self.records[layer],
+        )
+
+    def _miss_plan(
+        self, rows: Tensor, positions: Tensor, slots: Tensor, fetch: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Of the missed records, host rows and slots, the latter counted from request row 0."""
         missed = fetch.flatten().nonzero()[:, 0]  # indices into [R * K]
         requests = rows.index_select(0, missed // fetch.shape[1])
         host_rows = self.host.host_rows_of(requests, positions.flatten().index_select(0, missed))
         flat_slots = requests * (self.device_buffer_size + 1)
         flat_slots += slots.flatten().index_select(0, missed)
+        return host_rows, flat_slots
+
+    def _fetch(self, layer: int, plan: tuple[Tensor, Tensor]) -> None:
+        """Copies the plan's records from the host pool into their slots."""
+        host_rows, flat_slots = plan
         fetched = self.host.read(layer, host_rows)
         self.records[layer].flatten(0, 1).index_copy_(0, flat_slots, fetched)
 
@@ -288,11 +351,11 @@ class HiSparseCache(KVCache):
         """
         self.host.check_integrity()
         check(self.host.owners == self.rows, "request rows and owners of host pages differ")
-        ordered = self.lru_slots.long().sort(dim=-1).values
+        ordered = self._lru_slots.long().sort(dim=-1).values
         check(bool((ordered == self._initial_order).all()), "lru_slots is not a permutation")
         for row in range(self.max_requests):
             for layer in range(self.num_layers):
-                tokens = self.device_buffer_tokens[layer, row]
+                tokens = self.tables(layer)[0][row]
                 if seq_lens is not None and seq_lens[row] > len(tokens):
                     tokens = torch.nn.functional.pad(tokens, (0, 1), value=seq_lens[row] - 1)
                 slots = (tokens >= 0).nonzero()[:, 0]
@@ -316,10 +379,3 @@ class HiSparseCache(KVCache):
 def bits(records: Tensor) -> Tensor:
     """The records' bytes, so that comparing them treats NaN like any other value."""
     return records.contiguous().view(torch.uint8)
-
-
-def pad_rows(slots: Tensor, num_rows: int) -> Tensor:
-    """Slots [R, K] with rows of -1 appended, for the padding of a batch."""
-    if len(slots) == num_rows:
-        return slots
-    return torch.nn.functional.pad(slots, (0, 0, 0, num_rows - len(slots)), value=-1)

@@ -1,7 +1,7 @@
 """The decoder of Llama, Qwen2 and Qwen3, in the pieces that a decode step is made of.
 
     hidden = embed(token_ids)
-    for each layer:   q, records = attention_inputs(layer, hidden, positions)
+    for each layer:   x, q, records = attention_inputs(layer, hidden, positions)
                       ...         somebody's attention over somebody's records
                       hidden = attention_output(layer, hidden, attn)
     logits(hidden)
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,19 @@ class Layer:
     gate_up_bias: Tensor | None
     down: Tensor  # [hidden, intermediate]
     down_bias: Tensor | None
+
+
+class AttentionInputs(NamedTuple):
+    """What one layer's attention, and a selector of positions, can know of T tokens."""
+
+    x: Tensor  # [T, hidden], the layer's input after its norm
+    q: Tensor  # [T, Hq, D], rotated
+    records: Tensor  # [T, 2 * Hkv * D], K of all KV heads, rotated, then V
+
+    @property
+    def k(self) -> Tensor:
+        """The records' K, [T, Hkv, D]."""
+        return self.records.view(len(self.records), 2, -1, self.q.shape[2])[:, 0]
 
 
 class Decoder:
@@ -150,13 +164,10 @@ class Decoder:
         return F.embedding(token_ids, self.embedding)
 
     @torch.inference_mode()
-    def attention_inputs(
-        self, layer: int, hidden: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """hidden [T, hidden], positions [T] int64 -> q [T, Hq, D], records [T, 2 * Hkv * D].
+    def attention_inputs(self, layer: int, hidden: Tensor, positions: Tensor) -> AttentionInputs:
+        """hidden [T, hidden], positions [T] int64 -> x, q and records of these tokens.
 
-        q and the keys are rotated; a record is K of all KV heads, then V. Both are views with
-        strides of their own: copy them to keep them.
+        q and records are views with strides of their own: copy them to keep them.
         Raises IndexError on a CPU: a position >= max_model_len.
         """
         c, w = self.config, self.layers[layer]
@@ -166,13 +177,13 @@ class Decoder:
         if self._pointwise:
             table, eps = self._rope_table, c.rms_norm_eps
             self._pointwise.rope(qkv, positions, table, n_kv, w.qk_norm, eps)
-            return qkv[:, :n_q], qkv[:, n_q:].flatten(1)
+            return AttentionInputs(x, qkv[:, :n_q], qkv[:, n_q:].flatten(1))
         qk, v = qkv.split([n_q + n_kv, n_kv], dim=1)
         if w.qk_norm is not None:
             qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * w.qk_norm
         cos, sin = self._rope_table.index_select(0, positions).unbind(1)  # [T, 1, D] each
         q, k = apply_rope(qk, cos, sin).split([n_q, n_kv], dim=1)
-        return q, torch.cat([k, v], dim=1).flatten(1)
+        return AttentionInputs(x, q, torch.cat([k, v], dim=1).flatten(1))
 
     @torch.inference_mode()
     def attention_output(self, layer: int, hidden: Tensor, attn: Tensor) -> Tensor:

@@ -14,12 +14,13 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from minihisparse.anchors import anchor_of_layers, anchors_of_every, anchors_of_pattern
 from minihisparse.rope import RopeConfig
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
@@ -32,7 +33,9 @@ class ModelConfig:
 
     qkv_bias, o_bias, mlp_bias: which projections have one. qk_norm: RMSNorm over each head of q and
     k, before RoPE. eos_token_ids: tokens that end a text, of both files. dtype: the one the weights
-    are stored in, None where config.json does not say.
+    are stored in, None where config.json does not say. name: config.json's _name_or_path, else the
+    folder's path; None without a folder. index_topk_freq, index_topk_pattern: which layers select
+    for themselves (`anchors.py`), where the model says so.
 
     Raises ValueError: values that fit no model; the message starts with the key.
     """
@@ -55,6 +58,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: torch.dtype | None = None
+    name: str | None = None
+    index_topk_freq: int | None = None
+    index_topk_pattern: str | None = None
 
     def __post_init__(self) -> None:
         for key, kind in ModelConfig.__annotations__.items():
@@ -72,6 +78,20 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; RoPE turns pairs")
+        if self.index_topk_freq is not None:
+            _check_count("index_topk_freq", self.index_topk_freq)
+        _ = self.anchor_of  # raises if a layer has none
+
+    @property
+    def anchor_of(self) -> tuple[int, ...] | None:
+        """Per layer the anchor whose selection it uses; None if the model does not say."""
+        if self.index_topk_pattern is not None:
+            anchors = anchors_of_pattern(self.index_topk_pattern, self.num_hidden_layers)
+        elif self.index_topk_freq is not None:
+            anchors = anchors_of_every(self.index_topk_freq, self.num_hidden_layers)
+        else:
+            return None
+        return anchor_of_layers(anchors, self.num_hidden_layers)
 
     @property
     def record_width(self) -> int:
@@ -87,7 +107,8 @@ class ModelConfig:
         """
         folder = find_folder(folder)
         config_file, generation_file = folder / "config.json", folder / "generation_config.json"
-        return cls.from_file(config_file, generation_file)
+        config = cls.from_file(config_file, generation_file)
+        return config if config.name else replace(config, name=str(folder.resolve()))
 
     @classmethod
     def from_file(cls, config_file: str | Path, generation_file: str | Path = "") -> ModelConfig:
@@ -182,6 +203,9 @@ def _fields(raw: dict[str, Any], end_tokens: list[int]) -> dict[str, Any]:
         "eos_token_ids": tuple(dict.fromkeys(end_tokens + _token_ids("eos_token_id", raw))),
         "bos_token_id": next(iter(_token_ids("bos_token_id", raw)), None),
         "dtype": _dtype(_or(raw.get("dtype"), raw.get("torch_dtype"))),
+        "name": raw.get("_name_or_path"),
+        "index_topk_freq": raw.get("index_topk_freq"),
+        "index_topk_pattern": raw.get("index_topk_pattern"),
     }
 
 

@@ -4,11 +4,14 @@ Decode, in each layer, is the whole of HiSparse on one screen (`decode_layer`):
 
     hidden -> norm -> q, k, v -> rope                                    model
        |                 '-> record -> its slot and its host row        cache.write_through
-       |                 '-> page bounds += k                           selector.write
+       |                 '-> selector state += the newest token         selector.write
        '-> q -> which positions to read                                 selector.select
                 -> slots; misses are fetched from the host pool         cache.resolve
                 -> attention over the records at the slots              attention
                 -> o_proj, mlp -> hidden                                model
+
+A layer that shares another one's selection does not select. With prefetch it does not resolve
+either: it waits for the records that its anchor has sent for (`prefetcher.py`).
 
 Prefill runs all chunks of the prompt through layer 0, then layer 1, and so on: each KV byte crosses
 the bus once. The device holds the hidden states of the prompt and the KV of one layer.
@@ -18,21 +21,22 @@ A runner deliberately does not know requests, sampling, or which of the two cach
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minihisparse.attention import causal_attention, decode_attention
+from minihisparse.anchors import check_shared
+from minihisparse.attention import causal_attention, decode_attention, gated_attention
 from minihisparse.batch import Batch
-from minihisparse.capacity import plan_capacity
-from minihisparse.config import HiSparseConfig
-from minihisparse.full_cache import FullCache
-from minihisparse.gpu_cache import HiSparseCache, KVCache
-from minihisparse.host_store import HostPool
-from minihisparse.indexer import QuestSelector
-from minihisparse.model import Decoder
+from minihisparse.gpu_cache import HiSparseCache
+from minihisparse.kv_cache import KVCache
+from minihisparse.model import AttentionInputs, Decoder
+from minihisparse.prefetcher import Prefetcher
+from minihisparse.selector import Selector
 
 if TYPE_CHECKING:
     from minihisparse.kernels.attention import DecodeAttention
@@ -57,7 +61,7 @@ class Runner:
         self,
         model: Decoder,
         cache: KVCache,
-        selector: QuestSelector,
+        selector: Selector,
         kernels: bool | None = None,
     ) -> None:
         """kernels: attend with a kernel (simulated on a CPU) or with torch; None: on a GPU."""
@@ -65,6 +69,10 @@ class Runner:
         self.cache = cache
         self.selector = selector
         self.num_layers = model.config.num_hidden_layers
+        self.prefetcher: Prefetcher | None = None
+        if isinstance(cache, HiSparseCache) and cache.has_shared_layers:
+            self.prefetcher = Prefetcher(cache)
+        self._positions: Tensor | None = None  # what the last anchor selected
         self._attention: DecodeAttention | None = None
         if model.device.type == "cuda" if kernels is None else kernels:
             from minihisparse.kernels.attention import DecodeAttention
@@ -93,6 +101,18 @@ class Runner:
             raise
         return row
 
+    def use_selector(self, selector: Selector) -> None:
+        """Puts another selector in place of the one there is: between steps, before any graph.
+
+        Where the two share selections in other ways, prefetch ends.
+        """
+        self.selector = selector
+        if self.prefetcher and selector.anchor_of != self.cache.anchor_of:
+            self.prefetcher.join()
+            self.prefetcher = None
+            self.cache.end_sharing()
+            print("minihisparse: prefetch is off: the selector was switched", file=sys.stderr)
+
     @property
     def scratch_bytes(self) -> int:
         """Device bytes of the attention kernel."""
@@ -105,6 +125,8 @@ class Runner:
 
     def release(self, row: int) -> None:
         """Gives the request's row back, finished or aborted."""
+        if self.prefetcher:
+            self.prefetcher.join()  # a step may have been broken off
         self.selector.release(row)
         self.cache.release(row)
 
@@ -125,33 +147,61 @@ class Runner:
         records = torch.empty(num_tokens, width, dtype=model.dtype, device=model.device)
         for layer in range(self.num_layers):
             for chunk in chunks:
-                q, records[chunk] = model.attention_inputs(layer, hidden[chunk], positions[chunk])
-                attention = causal_attention(q, records[: chunk.start + len(q)])
+                inputs = model.attention_inputs(layer, hidden[chunk], positions[chunk])
+                records[chunk] = inputs.records
+                self.selector.write_prompt(layer, row, chunk.start, inputs)
+                attention = causal_attention(inputs.q, records[: chunk.start + len(inputs.q)])
                 hidden[chunk] = model.attention_output(layer, hidden[chunk], attention)
             self.cache.write_prompt(layer, row, records)
-            self.selector.write_prompt(layer, row, keys_of(records, model.config.head_dim))
             progress()
         return model.logits(hidden[-1:])[0]
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
         """Starts a decode step: token ids [R] int64 to hidden [R, hidden]."""
+        if self.prefetcher:
+            self.prefetcher.join()  # the step before may have been broken off
         return self.model.embed(token_ids)
 
     @torch.inference_mode()
     def decode_layer(self, layer: int, hidden: Tensor, batch: Batch) -> LayerResult:
         """Runs one layer of a decode step for R requests; hidden [R, hidden]."""
-        cache, selector = self.cache, self.selector
-        q, records = self.model.attention_inputs(layer, hidden, batch.positions)
-        cache.write_through(layer, records, batch)
-        selector.write(layer, keys_of(records, q.shape[2]), batch)
-        positions = selector.select(layer, q, batch)
-        slots = cache.resolve(layer, positions, batch)
-        attention = self._attend(q, cache.slot_records(layer), slots, batch)
+        cache = self.cache
+        inputs = self.model.attention_inputs(layer, hidden, batch.positions)
+        cache.write_through(layer, inputs.records, batch)
+        positions = self._select(layer, inputs, batch)
+        slots = self._resolve(layer, positions, batch)
+        attend = partial(self._attend, inputs.q, cache.slot_records(layer), batch)
+        branches = self.selector.branches(layer, inputs, positions, batch)
+        attention = gated_attention(attend, slots, branches) if branches else attend(slots)
         hidden = self.model.attention_output(layer, hidden, attention)
+        if layer == self.num_layers - 1:
+            self._positions = None
         return LayerResult(hidden, positions, slots, attention)
 
-    def _attend(self, q: Tensor, records: Tensor, slots: Tensor, batch: Batch) -> Tensor:
+    def _select(self, layer: int, inputs: AttentionInputs, batch: Batch) -> Tensor:
+        """The layer's positions [R, K] int32: its own choice, or its anchor's."""
+        selector = self.selector
+        if selector.anchor_of is None or selector.anchor_of[layer] == layer:
+            selector.write(layer, inputs, batch)
+            self._positions = selector.select(layer, inputs, batch)
+        elif self.cache.checked and selector.selects_in_shared_layers:
+            own = selector.select(layer, inputs, batch)
+            check_shared(layer, selector.anchor_of[layer], own, self._positions)
+        return self._positions
+
+    def _resolve(self, layer: int, positions: Tensor, batch: Batch) -> Tensor:
+        """Their slots [R, K] int32, the records there when the current stream goes on."""
+        if self.prefetcher is None:
+            return self.cache.resolve(layer, positions, batch)
+        if self.cache.anchor_of[layer] != layer:
+            self.prefetcher.wait(layer)
+            return self.prefetcher.slots(layer)
+        slots = self.cache.resolve(layer, positions, batch)
+        self.prefetcher.start(layer, batch)
+        return slots
+
+    def _attend(self, q: Tensor, records: Tensor, batch: Batch, slots: Tensor) -> Tensor:
         """q [R, Hq, D], records [N, W], slots [R, K] -> [R, Hq, D]."""
         first_slot, rows = self.cache.first_slot, batch.req_pool_indices
         if self._attention is None:
@@ -171,122 +221,3 @@ class Runner:
         for layer in range(self.num_layers):
             hidden = self.decode_layer(layer, hidden, batch).hidden
         return self.logits(hidden)
-
-
-def keys_of(records: Tensor, head_dim: int) -> Tensor:
-    """The K half [T, Hkv, D] of records [T, 2 * Hkv * D]."""
-    return records.view(len(records), 2, -1, head_dim)[:, 0]
-
-
-def make_runner(
-    model: Decoder,
-    *,
-    cache: str,
-    selector: str,
-    hisparse: HiSparseConfig,
-    max_model_len: int,
-    max_running_requests: int | None = None,
-    hbm_budget_gib: float | None = None,
-    checked: bool = False,
-    skip_io: bool = False,
-    kernels: bool | None = None,
-) -> Runner:
-    """A runner with a cache and a selector of its own; several may share one model.
-
-    The arguments are those of LLM; skip_io and kernels are HiSparseCache's.
-    Raises ValueError: a setting out of its limits, the flag named; MemoryError: the host pool is
-    larger than free memory, or the device has not enough for the rest.
-    """
-    if not 1 <= max_model_len <= model.max_model_len:
-        raise ValueError(
-            f"--max-model-len {max_model_len} is not in 1..{model.max_model_len}, which is what "
-            "the model was made for; see --allow-beyond-model-limit"
-        )
-    if max_running_requests is not None and max_running_requests < 1:
-        raise ValueError(f"--max-running-requests {max_running_requests} is less than 1")
-    if selector != "quest":
-        raise ValueError(f"--selector {selector!r} is not one of: quest")
-    if cache not in ("full", "hisparse"):
-        raise ValueError(f"--cache {cache!r} is not one of: hisparse, full")
-    if skip_io and cache == "full":
-        raise ValueError("skip_io is for the cache hisparse: with full KV there is no IO to skip")
-    config = model.config
-    capacity = plan_capacity(
-        config,
-        hisparse,
-        cache=cache,
-        itemsize=model.dtype.itemsize,
-        max_model_len=max_model_len,
-        max_running_requests=max_running_requests,
-        hbm_budget_gib=hbm_budget_gib,
-    )
-    rows = capacity.max_running_requests
-    if cache == "hisparse":
-        kv_cache = _hisparse_cache(model, hisparse, max_model_len, rows, checked, skip_io, kernels)
-    else:
-        kv_cache = FullCache(
-            num_layers=config.num_hidden_layers,
-            record_width=config.record_width,
-            max_requests=rows,
-            max_model_len=max_model_len,
-            num_slots=capacity.device_slots,
-            dtype=model.dtype,
-            device=model.device,
-            checked=checked,
-            kernels=kernels,
-        )
-    quest = QuestSelector(
-        num_layers=config.num_hidden_layers,
-        num_q_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        top_k=hisparse.top_k,
-        page_size=hisparse.page_size,
-        max_requests=rows,
-        max_model_len=max_model_len,
-        num_pages=capacity.selector_pages,
-        dtype=model.dtype,
-        device=model.device,
-        kernels=kernels,
-    )
-    return Runner(model, kv_cache, quest, kernels)
-
-
-def _hisparse_cache(
-    model: Decoder,
-    hisparse: HiSparseConfig,
-    max_model_len: int,
-    max_requests: int,
-    checked: bool,
-    skip_io: bool,
-    kernels: bool | None,
-) -> HiSparseCache:
-    config = model.config
-    record_bytes = config.record_width * model.dtype.itemsize
-    size = hisparse.device_buffer_size_for(config.num_hidden_layers, record_bytes)
-    pages_per_request = -(-max_model_len // hisparse.page_size)
-    num_pages = pages_per_request * max_requests
-    if hisparse.host_to_device_ratio is not None:
-        host_tokens = int(hisparse.host_to_device_ratio * size * max_requests)
-        num_pages = max(1, host_tokens // hisparse.page_size)
-    host = HostPool(
-        num_layers=config.num_hidden_layers,
-        record_width=config.record_width,
-        num_pages=num_pages,
-        page_size=hisparse.page_size,
-        max_requests=max_requests,
-        max_pages_per_request=pages_per_request,
-        dtype=model.dtype,
-        device=model.device,
-    )
-    return HiSparseCache(
-        host=host,
-        max_requests=max_requests,
-        top_k=hisparse.top_k,
-        device_buffer_size=size,
-        device=model.device,
-        checked=checked,
-        swap_in_block_size=hisparse.swap_in_block_size,
-        skip_io=skip_io,
-        kernels=kernels,
-    )

@@ -108,7 +108,8 @@ class Scheduler:
         batch = Batch.make(rows, seq_lens, runner.model.device)
         hidden = runner.embed(torch.tensor(token_ids, device=runner.model.device))
         for layer in range(runner.num_layers):
-            before = tokens_of(runner.cache, layer, batch)
+            if runner.cache.has_own_tables(layer):
+                before = tokens_of(runner.cache, layer, batch)
             result = runner.decode_layer(layer, hidden, batch)
             hidden = result.hidden
             step, indices = max(len(r.output_ids) for r in active), [r.index for r in active]

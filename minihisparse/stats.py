@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 import minihisparse
 from minihisparse.decode_step import DecodeStep
-from minihisparse.gpu_cache import KVCache
-from minihisparse.indexer import QuestSelector
+from minihisparse.kv_cache import KVCache
+from minihisparse.selector import Selector
 
 
 class AllocationAccount(TorchDispatchMode):
@@ -136,7 +136,7 @@ def cache_report(cache: KVCache) -> dict:
 
 def memory_report(
     cache: KVCache,
-    selector: QuestSelector,
+    selector: Selector,
     workspace: Workspace,
     num_tokens: Sequence[int],
     step: DecodeStep | None = None,

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from minihisparse.batch import Batch
-from minihisparse.runner import Runner, keys_of
+from minihisparse.model import AttentionInputs
+from minihisparse.runner import Runner
+from minihisparse.selector import Selector
 
 
 @torch.inference_mode()
@@ -33,9 +35,14 @@ def fill(
     records = torch.empty(shape, dtype=model.dtype, device=model.device).normal_(
         generator=generator
     )
+    config = model.config
+    hidden = records.new_empty(1, config.hidden_size).normal_(generator=generator)
+    # A selector reads keys, or the layer's input, which is the same everywhere; never a query.
+    q = records.new_empty(0, config.num_attention_heads, config.head_dim)
+    inputs = AttentionInputs(hidden.expand(num_tokens, -1), q, records)
     for layer in range(runner.num_layers):
         runner.cache.write_prompt(layer, row, records)
-        runner.selector.write_prompt(layer, row, keys_of(records, model.config.head_dim))
+        runner.selector.write_prompt(layer, row, 0, inputs)
         progress()
     return torch.zeros(model.config.vocab_size, device=model.device)
 
@@ -70,7 +77,7 @@ def sliding_selections(
     return positions
 
 
-class GivenSelections:
+class GivenSelections(Selector):
     """Answers with positions [steps, L, requests, K] int32 in place of a selection.
 
     A request with a prompt of context_len tokens is given positions[t] in its decode step t, from
@@ -78,12 +85,22 @@ class GivenSelections:
     round and round. Both follow from the batch's tensors, so a CUDA graph may hold this.
     """
 
-    longest_request = (2**31, "the selector", "--selections")
+    selects_in_shared_layers = True
 
-    def __init__(self, positions: Tensor, context_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        positions: Tensor,
+        context_len: int,
+        device: torch.device,
+        anchor_of: tuple[int, ...] | None = None,
+    ) -> None:
+        """anchor_of: layers that are to share a selection, if so that of their anchor."""
         self.positions = positions.to(device)
         self.context_len = context_len
         self.top_k = positions.shape[-1]
+        self.anchor_of = anchor_of
+
+    longest_request = (2**31, "the selector", "--selections")
 
     @property
     def state_bytes(self) -> int:
@@ -96,13 +113,15 @@ class GivenSelections:
     def release(self, row: int) -> None:
         """It keeps nothing per request."""
 
-    def write_prompt(self, layer: int, row: int, k: Tensor) -> None:
-        """It does not look at keys."""
+    def write_prompt(
+        self, layer: int, row: int, first_position: int, inputs: AttentionInputs
+    ) -> None:
+        """It does not look at tokens."""
 
-    def write(self, layer: int, k: Tensor, batch: Batch) -> None:
-        """It does not look at keys."""
+    def write(self, layer: int, inputs: AttentionInputs, batch: Batch) -> None:
+        """It does not look at tokens."""
 
-    def select(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
+    def select(self, layer: int, inputs: AttentionInputs, batch: Batch) -> Tensor:
         """[R, K] int32; -1 for positions that a request does not have, and for padding."""
         num_steps, _, num_requests, _ = self.positions.shape
         step = (batch.positions - self.context_len).clamp(min=0) % num_steps  # [R]

@@ -29,7 +29,7 @@ class DenseRun:
         self.seq_len += len(token_ids)
         hidden = decoder.embed(token_ids)
         for layer in range(decoder.config.num_hidden_layers):
-            q, records = decoder.attention_inputs(layer, hidden, positions)
+            _, q, records = decoder.attention_inputs(layer, hidden, positions)
             k, v = records.view(len(q), 2, -1, q.shape[2]).unbind(1)
             self.keys[layer].append(k.clone())
             self.values[layer].append(v.clone())

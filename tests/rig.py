@@ -1,7 +1,9 @@
-"""What several test files share: comparisons that show where two tensors differ."""
+"""What several test files share: comparisons that show where two tensors differ, and inputs."""
 
 import torch
 from torch import Tensor
+
+from minihisparse.model import AttentionInputs
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -40,3 +42,13 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float, what: str = 
     delta = (actual.double() - expected.double()).abs()
     near = bool((delta <= tolerance).all())
     assert near, f"{what}: tolerance {tolerance}; {difference(actual, expected.to(actual.dtype))}"
+
+
+def inputs_of(
+    k: Tensor | None = None, q: Tensor | None = None, x: Tensor | None = None
+) -> AttentionInputs:
+    """What a selector gets of T tokens: k [T, Hkv, D], q [T, Hq, D], x [T, hidden]; V is 0."""
+    if k is None:
+        return AttentionInputs(x, q, None)
+    records = torch.stack([k, torch.zeros_like(k)], dim=1).flatten(1)
+    return AttentionInputs(x, k.new_empty(0, 1, k.shape[2]) if q is None else q, records)

@@ -1,5 +1,6 @@
 """Guards: a record that attention should not see but does (padding, NaN in unused slots, the
-future), heads that read the wrong KV head, and bits that depend on where records lie.
+future), heads that read the wrong KV head, bits that depend on where records lie, and branches that
+read or weigh each other's part.
 
 The oracle is dense: float64 scores of all records of a request, -inf where they are not selected.
 Tolerances, inputs being standard normal: fp32 2e-6 and bf16 2e-2, absolute. The two ways to the
@@ -11,7 +12,13 @@ import torch
 from rig import assert_near, assert_same_bits
 from torch import Tensor
 
-from minihisparse.attention import causal_attention, decode_attention
+from minihisparse.attention import (
+    Branches,
+    causal_attention,
+    decode_attention,
+    gated_attention,
+    gated_sum,
+)
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -182,6 +189,64 @@ def test_decode_changes_no_argument():
     decode_attention(*arguments)
     for argument, copy in zip(arguments, copies, strict=True):
         assert_same_bits(argument, copy)
+
+
+# -- gated branches ---------------------------------------------------------------------------
+
+
+def random_branches(num_heads: int, dtype: torch.dtype) -> Branches:
+    """Of SLOTS: overlapping parts, a row whose window has none, padding that claims to be read."""
+    generator = torch.Generator().manual_seed(5)
+    selected = torch.rand(SLOTS.shape, generator=generator) < 0.6
+    window = torch.rand(SLOTS.shape, generator=generator) < 0.5
+    selected[1], window[1], selected[3] = True, False, True
+    return Branches(
+        compressed=random_tensor(6, len(ROWS), num_heads, HEAD_DIM, dtype=dtype),
+        selected=selected,
+        window=window,
+        gates=torch.rand(len(ROWS), num_heads, 3, generator=generator),
+    )
+
+
+@every_dtype
+@every_group
+def test_gated_branches_equal_dense(num_heads, num_kv_heads, dtype):
+    """Each branch has a softmax of its own over its part; one without any gives nothing."""
+    records = poisoned_records(num_kv_heads, SLOTS, ROWS, dtype)
+    q = random_tensor(99, len(ROWS), num_heads, HEAD_DIM, dtype=dtype)
+    branches = random_branches(num_heads, dtype)
+    out = gated_attention(lambda slots: decode(q, records, slots, ROWS), SLOTS, branches)
+    assert out.dtype == dtype
+    outputs = [branches.compressed.double()]
+    for read in (branches.selected, branches.window):
+        pairs = zip(SLOTS.tolist(), read.tolist(), strict=True)
+        kept = [[s if r else -1 for s, r in zip(*row, strict=True)] for row in pairs]
+        outputs.append(dense_decode(q, records, torch.tensor(kept).int(), ROWS).nan_to_num(0))
+    expected = torch.zeros_like(outputs[0])
+    for branch, output in enumerate(outputs):
+        for row in range(len(ROWS)):
+            for head in range(num_heads):
+                expected[row, head] += branches.gates[row, head, branch] * output[row, head]
+    assert_near(out, expected, 2 * TOLERANCE[dtype])
+
+
+def test_branches_do_not_touch_the_slots():
+    slots, branches = SLOTS.clone(), random_branches(4, torch.float32)
+    seen = []
+
+    def attend(part: Tensor) -> Tensor:
+        assert part.dtype == torch.int32 and part.is_contiguous()  # as the kernel wants it
+        seen.append(part)
+        return torch.ones(len(ROWS), 4, HEAD_DIM)
+
+    gated_attention(attend, slots, branches)
+    assert torch.equal(slots, SLOTS) and not torch.equal(*seen)
+
+
+def test_gated_sum_is_made_in_float32():
+    """Not in the branches' bf16, where 256 + 1 is 256."""
+    outputs = [torch.full((1, 1, 2), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    assert gated_sum(outputs, torch.ones(1, 1, 3)).tolist() == [[[258.0, 258.0]]]
 
 
 # -- causal -----------------------------------------------------------------------------------

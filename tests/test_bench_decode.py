@@ -90,8 +90,11 @@ def test_a_row_by_hand(run, clock, monkeypatch):
     assert result.report["output_len"] == 3 and result.report["link_gb_per_s"] == 1e-4
     assert result.report["threads"] == torch.get_num_threads()
     assert [row["mode"] for row in result.rows] == list(MODES)
+    against_no_io = {"exposed_io_ms": 0.0, "share_of_no_io": 1.0}  # by this clock
     for row in result.rows:
-        assert set(row) == ROW_KEYS | {"concurrency", "resolve_us"}
+        others = against_no_io if row["mode"] == "hisparse" else {}
+        assert set(row) == ROW_KEYS | {"concurrency", "resolve_us"} | others.keys()
+        assert row | others == row
         assert row["input_len"] == 40 and row["hbm_budget_gib"] is None
         assert (row["concurrency"], row["requests"]) == (2, 3)
         assert row["running_mean"] == 1.5 and row["running_max"] == 2  # 6 tokens in 4 steps
@@ -187,6 +190,35 @@ def test_the_table(run):
         assert float(ttft) == pytest.approx(row["ttft_ms"]["mean"], abs=0.051)
         assert hits == ("-" if row["mode"] == "full" else f"{100 * row['hit_rate']:.2f}%")
         assert link == "-"
+
+
+def test_prefetch_beside_hisparse(run, clock, tiny_folder, tmp_path):
+    """A config that declares anchors: the same bytes are fetched, by an anchor for its group."""
+    config = json.loads((tiny_folder / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"index_topk_freq": 2}))
+    argv = ["--random-weights", path, "--input-len", 40, "--output-len", 3]
+    argv += ["--selections", "synthetic:miss=0.25", "--modes", "hisparse,prefetch,no-io"]
+    result = run(*argv, model=None)
+    assert result.code == 0
+    hisparse, prefetch, no_io = result.rows
+    assert prefetch["mode"] == "prefetch" and prefetch["share_of_no_io"] == 1.0
+    for key in ("hit_rate", "bytes_h2d_per_step"):
+        assert prefetch[key] == hisparse[key] > 0
+    # One table of slots, for both layers.
+    saved = hisparse["memory"]["metadata_bytes"] - prefetch["memory"]["metadata_bytes"]
+    assert saved == B * (4 + 2) + 3 * 8
+    assert no_io["memory"] == prefetch["memory"] | {
+        "workspace_bytes": no_io["memory"]["workspace_bytes"]
+    }
+    assert "prefetch, 40 tokens, 1 running: IO adds 0.000 ms per token; 100.0%" in "\n".join(
+        result.table
+    )
+
+
+def test_prefetch_needs_anchors(run):
+    result = run("--input-len", 40, "--output-len", 3, "--modes", "prefetch")
+    assert re.search("--modes prefetch needs layers that share.*dsa-shared", result.error)
 
 
 # ---- the same work ----
@@ -419,7 +451,10 @@ def test_clients_queue_where_there_are_too_few_rows(run, clock):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--modes", "full,half"], "--modes: 'half' is not one of: full, hisparse, no-io"),
+        (
+            ["--modes", "full,half"],
+            "--modes: 'half' is not one of: full, hisparse, prefetch, no-io",
+        ),
         (["--modes", ""], "--modes: '' is not one of"),
         (["--output-len", "0"], "--output-len 0 is less than 1"),
         (["--num-iters", "-3"], "--num-iters -3 is less than 1"),

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minihisparse.assembly import make_runner
 from minihisparse.capacity import GIB, Capacity, plan_capacity
 from minihisparse.config import HiSparseConfig
 from minihisparse.model import Decoder
 from minihisparse.model_config import ModelConfig
-from minihisparse.runner import Runner, make_runner
+from minihisparse.runner import Runner
 
 # As many heads and layers as a small real model, so that tables are as small beside KV as there.
 MODEL = ModelConfig(
@@ -75,7 +76,7 @@ def test_what_is_planned_is_allocated(decoder, cache, sizes, kernels):
         **{"max_model_len": LENGTH} | sizes,
     )
     assert runner.cache.max_requests == planned.max_running_requests
-    assert runner.selector.pages.num_units == planned.selector_pages
+    assert runner.selector.extents.num_units == planned.selector_units
     if cache == "full":
         assert runner.cache.slots.num_units == planned.device_slots
     allocated = allocated_bytes(runner)
@@ -133,7 +134,7 @@ def test_without_a_budget(cache):
         expected = 8 if rows is None else rows
         assert planned.max_running_requests == expected
         assert planned.device_slots == expected * LENGTH
-        assert planned.selector_pages == expected * 63
+        assert planned.selector_units == expected * 63
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -160,7 +161,7 @@ def test_a_budget_and_rows():
     # The slots of HiSparse belong to rows; what is shared are the selector's pages.
     fixed = plan("hisparse", max_running_requests=4)
     planned = plan("hisparse", hbm_budget_gib=0.8 * fixed.total_bytes / GIB, max_running_requests=4)
-    assert planned.max_running_requests == 4 and 63 <= planned.selector_pages < 4 * 63
+    assert planned.max_running_requests == 4 and 63 <= planned.selector_units < 4 * 63
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -214,12 +215,12 @@ def test_a_budget_is_kept_and_used(budgets, **sizes):
         assert planned.total_bytes <= budget * GIB
         if sizes["cache"] == "full":
             assert planned.device_slots >= sizes["max_model_len"]
-        assert planned.selector_pages * HISPARSE.page_size >= sizes["max_model_len"]
+        assert planned.selector_units * HISPARSE.page_size >= sizes["max_model_len"]
         unlimited = plan(**sizes | {"max_running_requests": planned.max_running_requests})
         assert planned.total_bytes <= unlimited.total_bytes
         plans.append(planned)
     if len(plans) == 2:
-        for name in ("max_running_requests", "device_slots", "selector_pages", "total_bytes"):
+        for name in ("max_running_requests", "device_slots", "selector_units", "total_bytes"):
             assert getattr(plans[0], name) <= getattr(plans[1], name), name
 
 

@@ -15,13 +15,14 @@ import torch
 from rig import assert_near, assert_same_bits
 from torch import Tensor
 
+from minihisparse.assembly import make_runner
 from minihisparse.batch import Batch
 from minihisparse.config import HiSparseConfig
 from minihisparse.decode_step import DecodeStep, batch_sizes
 from minihisparse.engine import LLM
 from minihisparse.gpu_cache import HiSparseCache
 from minihisparse.model import Decoder
-from minihisparse.runner import Runner, make_runner
+from minihisparse.runner import Runner
 from minihisparse.sampling import SamplingParams
 
 SETUP = HiSparseConfig(top_k=16, device_buffer_size=32, page_size=4)
@@ -55,7 +56,7 @@ def state_of(runner: Runner) -> dict[str, Tensor]:
     """Copies of all that a step may change, by name."""
     cache, selector = runner.cache, runner.selector
     state = {f"records of layer {i}": records for i, records in enumerate(cache.records)}
-    state |= {"bounds": selector.bounds, "first page": selector.pages.first}
+    state |= {"bounds": selector.bounds, "first page": selector.extents.first}
     state["first slot"] = cache.first_slot
     if isinstance(cache, HiSparseCache):
         state |= {
@@ -178,7 +179,7 @@ def assert_row_unchanged(
     for layer in range(cache.num_layers):
         name = f"records of layer {layer}"
         assert_same_bits(after[name][slots], before[name][slots], name)
-    pages = slice(*runner.selector.pages.extent_of(row))
+    pages = slice(*runner.selector.extents.extent_of(row))
     assert_same_bits(after["bounds"][:, pages], before["bounds"][:, pages], "bounds")
 
 
@@ -273,7 +274,7 @@ class Twins:
         assert_same_state(*self.runners, where)
         for runner in self.runners:
             runner.cache.check_integrity()
-            runner.selector.pages.check_integrity()
+            runner.selector.extents.check_integrity()
 
 
 @pytest.mark.gpu

@@ -83,7 +83,7 @@ def make_llm(decoder, tokenizer) -> MakeLLM:
 def assert_idle(llm: LLM) -> None:
     """No request is anywhere, or holds anything: rows, host pages, slots, pages of the selector."""
     assert not llm.scheduler.has_unfinished
-    cache, pages = llm.cache, llm.runner.selector.pages
+    cache, pages = llm.cache, llm.runner.selector.extents
     assert cache.rows == set()
     if isinstance(cache, HiSparseCache):
         host = cache.host

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from minihisparse.batch import Batch
 from minihisparse.full_cache import FullCache
-from minihisparse.gpu_cache import HiSparseCache, KVCache
+from minihisparse.gpu_cache import HiSparseCache
 from minihisparse.host_store import HostPool
 from minihisparse.kernels.resolve import resolve_oracle
+from minihisparse.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 DEVICE = CPU  # of the caches; `backend` changes it
@@ -683,6 +684,123 @@ def test_a_request_of_full_kv_waits_for_slots():
     full.release(1)
     assert full.admit(24) == 1 and full.first_slot.tolist() == [0, 16, 0, 0]
     full.check_integrity()
+
+
+# -- layers that share a selection; what is copied when is in test_prefetcher.py ---------------
+
+
+def shared_cache(anchor_of: list[int] | None, num_layers: int = 5, **options) -> HiSparseCache:
+    host = HostPool(
+        num_layers=num_layers,
+        record_width=4,
+        num_pages=20,
+        page_size=4,
+        max_requests=2,
+        max_pages_per_request=10,
+        dtype=torch.float32,
+        device=DEVICE,
+    )
+    sizes = {"max_requests": 2, "top_k": 3, "device_buffer_size": 4} | options
+    return HiSparseCache(host=host, device=DEVICE, kernels=KERNELS, anchor_of=anchor_of, **sizes)
+
+
+def decode_shared(cache: HiSparseCache, rows: list[int], seq_len: int, chosen: list[int]) -> None:
+    """A step of requests of one length: the first group selects in this order, the others reversed,
+    so that groups have unlike tables.
+    """
+    batch = Batch.make(rows, [seq_len] * len(rows), DEVICE)
+    forward = torch.tensor([chosen] * len(rows), dtype=torch.int32, device=DEVICE)
+    for layer, anchor in enumerate(cache.anchor_of):
+        records = torch.full((len(rows), 4), 100.0 * layer + seq_len, device=DEVICE)
+        cache.write_through(layer, records, batch)
+        if anchor == layer:
+            positions = forward.flip(1) if anchor else forward
+            cache.resolve(layer, positions.contiguous(), batch)
+        else:
+            cache.replay(layer, batch)
+
+
+def prompt(cache: HiSparseCache, num_tokens: int) -> int:
+    row = cache.admit(40)
+    for layer in range(cache.num_layers):
+        records = torch.arange(num_tokens * 4.0).view(num_tokens, 4) + 1000 * layer
+        cache.write_prompt(layer, row, records.to(DEVICE))
+    return row
+
+
+def test_a_group_has_one_set_of_tables():
+    """The same memory, whoever of the group is asked; another group has its own."""
+    cache = shared_cache([0, 0, 2, 2, 2])
+    assert cache.anchor_of == (0, 0, 2, 2, 2) and cache.has_shared_layers
+    short, long = prompt(cache, 3), prompt(cache, 9)
+    assert cache.device_buffer_tokens.tolist() == [[[0, 1, 2, -1], [-1] * 4]] * 5
+    decode_shared(cache, [long], 10, [0, 5, 9])
+    cache.check_integrity([0, 10])
+    tokens = cache.device_buffer_tokens[:, long].tolist()
+    assert tokens == [[0, 5, -1, -1]] * 2 + [[5, 0, -1, -1]] * 3
+    assert cache.lru_slots[:, long].tolist() == [[2, 3, 0, 1]] * 5
+    for layer, anchor in enumerate(cache.anchor_of):
+        for table, first in zip(cache.tables(layer), cache.tables(anchor), strict=True):
+            assert table.data_ptr() == first.data_ptr()
+    assert cache.tables(1)[0].data_ptr() != cache.tables(2)[0].data_ptr()
+    for seq_len in (4, 5, 6):  # B = 4
+        decode_shared(cache, [short], seq_len, [0, seq_len - 2, seq_len - 1])
+        cache.check_integrity([seq_len, 10])
+    assert cache.device_buffer_tokens[:, short].tolist() == [[0, 4, 2, 3]] * 5
+    cache.release(short)
+    assert (cache.device_buffer_tokens[:, short] == -1).all()
+    assert cache.lru_slots[:, short].tolist() == [[0, 1, 2, 3]] * 5
+    cache.check_integrity([0, 10])
+
+
+def test_shared_layers_count_as_their_anchor():
+    cache = shared_cache([0, 0, 2, 2, 2])
+    decode_shared(cache, [prompt(cache, 9), prompt(cache, 9)], 10, [0, 5, 9])
+    assert cache.counters.tolist() == [[2, 4, 0]] * 5
+    cache.reset_counters()
+    assert not cache.counters.any()
+
+
+def test_tables_cost_once_per_group():
+    alone, shared = shared_cache(None), shared_cache([0, 0, 2, 2, 2])
+    saved = 3 * (2 * 4 * 6 + 3 * 8)  # layers times tables of two requests, and counters
+    assert alone.metadata_bytes - shared.metadata_bytes == saved
+    assert alone.device_kv_bytes == shared.device_kv_bytes
+
+
+def test_all_anchors_are_no_groups():
+    cache = shared_cache([0, 1, 2, 3, 4])
+    assert not cache.has_shared_layers
+    assert cache.device_buffer_tokens.data_ptr() == cache.tables(0)[0].data_ptr()
+    assert cache.metadata_bytes == shared_cache(None).metadata_bytes
+
+
+def test_a_shared_layer_is_checked_against_its_own_host_rows():
+    """The anchor's tables, its own records: one bit off in the last layer is found."""
+    cache = shared_cache([0, 0, 2, 2, 2])
+    row = prompt(cache, 9)
+    decode_shared(cache, [row], 10, [0, 5, 9])
+    cache.check_integrity([10, 0])
+    cache.records[4][row, 1, 3] += 1
+    with pytest.raises(AssertionError, match="layer 4, request row 0: a slot differs from its ho"):
+        cache.check_integrity([10, 0])
+
+
+@pytest.mark.parametrize(
+    "anchor_of, message",
+    [
+        ([0, 0, 2, 2], "anchor_of has 4 entries for 5 layers"),
+        ([1, 1, 1, 1, 1], "layer 0 cannot share the selection of layer 1: .* come before it"),
+        ([0, 2, 2, 2, 2], "layer 1 cannot share the selection of layer 2: .* come before it"),
+        ([0, 0, -1, 2, 2], "layer 2 cannot share the selection of layer -1"),
+        ([0, 0, 1, 1, 1], "layer 2: layer 1 is no anchor, it shares the selection of layer 0"),
+        ([0, 0, 2, 0, 2], "layer 3 cannot share the selection of layer 0: layer 2, .* between"),
+    ],
+    ids=str,
+)
+def test_wrong_groups_are_refused(anchor_of, message):
+    with pytest.raises(ValueError, match=message):
+        shared_cache(anchor_of)
 
 
 # -- the integrity check ----------------------------------------------------------------------

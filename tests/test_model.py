@@ -211,7 +211,7 @@ def random_weights(config, seed=0):
 def test_shapes_and_dtypes_of_every_method():
     decoder = Decoder.random(TINY, seed=0, dtype=torch.bfloat16)
     hidden = decoder.embed(torch.tensor([1, 2, 3]))
-    q, records = decoder.attention_inputs(1, hidden, torch.tensor([0, 7, 15]))
+    _, q, records = decoder.attention_inputs(1, hidden, torch.tensor([0, 7, 15]))
     assert (q.shape, records.shape) == ((3, 4, 6), (3, 2 * 2 * 6))
     before = hidden.clone()
     after = decoder.attention_output(1, hidden, q)
@@ -295,7 +295,7 @@ def test_cuda_equals_cpu_and_can_be_captured(dtype):
     def step(token_ids, positions):  # attention over the token itself alone
         hidden = gpu.embed(token_ids)
         for layer in range(config.num_hidden_layers):
-            _, records = gpu.attention_inputs(layer, hidden, positions)
+            _, _, records = gpu.attention_inputs(layer, hidden, positions)
             v = records.view(len(records), 2, -1, config.head_dim)[:, 1]
             hidden = gpu.attention_output(layer, hidden, v.repeat_interleave(2, dim=1))
         return gpu.logits(hidden)

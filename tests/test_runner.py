@@ -20,11 +20,12 @@ from rig import assert_near, assert_same_bits, bits
 from torch import Tensor
 
 from minihisparse import gpu_cache, runner
+from minihisparse.assembly import make_runner
 from minihisparse.batch import Batch
 from minihisparse.config import HiSparseConfig
 from minihisparse.gpu_cache import HiSparseCache
 from minihisparse.model import Decoder
-from minihisparse.runner import LayerResult, Runner, make_runner
+from minihisparse.runner import LayerResult, Runner
 
 STEPS = 24
 K, B = 16, 32
@@ -151,8 +152,8 @@ class Pair:
     def check_integrity(self) -> None:
         for one in self.runners:
             one.cache.check_integrity()
-            one.selector.pages.check_integrity()
-            assert one.selector.pages.owners == one.cache.rows == set(self.rows)
+            one.selector.extents.check_integrity()
+            assert one.selector.extents.owners == one.cache.rows == set(self.rows)
 
 
 def tokens(count: int, seed: int = 0, vocab_size: int = 128) -> Tensor:
@@ -246,7 +247,7 @@ def test_a_row_is_taken_over_by_another_request(tiny_decoder):
     """Pages and slots of a request that left still hold its records; the next one must not."""
     pair = Pair(tiny_decoder(), max_requests=2)
     run(pair, [90, 40], steps=6)
-    extents = pair.full.cache.slots.extent_of(0), pair.full.selector.pages.extent_of(0)
+    extents = pair.full.cache.slots.extent_of(0), pair.full.selector.extents.extent_of(0)
     of_records, of_pages = (slice(*extent) for extent in extents)
     pair.release(0)
     for records in pair.full.cache.records:  # nothing may be read of what the row had before
@@ -375,7 +376,7 @@ class MaskedRun(DenseRun):
         self.seq_len += 1
         hidden = decoder.embed(token_id[None])
         for layer, positions in enumerate(selected):
-            q, records = decoder.attention_inputs(layer, hidden, position)
+            _, q, records = decoder.attention_inputs(layer, hidden, position)
             k, v = records.view(len(q), 2, -1, q.shape[2]).unbind(1)
             self.keys[layer].append(k.clone())
             self.values[layer].append(v.clone())

@@ -18,8 +18,8 @@ from minihisparse.decode_step import DecodeStep
 from minihisparse.full_cache import FullCache
 from minihisparse.gpu_cache import HiSparseCache
 from minihisparse.host_store import HostPool
-from minihisparse.indexer import QuestSelector
 from minihisparse.model import Decoder
+from minihisparse.quest import QuestSelector
 from minihisparse.request import Request
 from minihisparse.runner import Runner
 from minihisparse.sampling import SamplingParams, make_generator
@@ -120,14 +120,14 @@ def assert_as_if_alone(cache: str, *requests: Request) -> None:
 
 def free_of(scheduler: Scheduler) -> list[int]:
     """What is free of each budget: rows, KV, the selector's pages."""
-    cache, pages = scheduler.runner.cache, scheduler.runner.selector.pages
+    cache, pages = scheduler.runner.cache, scheduler.runner.selector.extents
     kv = cache.slots.num_free if isinstance(cache, FullCache) else cache.host.num_free_tokens
     return [cache.max_requests - len(cache.rows), kv, pages.num_free]
 
 
 def check(scheduler: Scheduler, half_done: bool = False) -> None:
     """Invariants between two steps. half_done: some layers are a step further than others."""
-    cache, pages = scheduler.runner.cache, scheduler.runner.selector.pages
+    cache, pages = scheduler.runner.cache, scheduler.runner.selector.extents
     running = {request.row for request in scheduler.running}
     assert cache.rows == pages.owners == running and len(running) == len(scheduler.running)
     assert all(request.row == -1 for request in scheduler.waiting)
@@ -147,7 +147,7 @@ def check(scheduler: Scheduler, half_done: bool = False) -> None:
 def assert_idle(scheduler: Scheduler) -> None:
     check(scheduler)
     assert not scheduler.has_unfinished
-    cache, pages = scheduler.runner.cache, scheduler.runner.selector.pages
+    cache, pages = scheduler.runner.cache, scheduler.runner.selector.extents
     kv = cache.slots.num_units if isinstance(cache, FullCache) else cache.host.num_pages * PAGE
     assert free_of(scheduler) == [cache.max_requests, kv, pages.num_units]
 
@@ -327,7 +327,7 @@ def test_admit_takes_everything_or_nothing(short):
             runner.admit(32)
         assert free_of(scheduler) == before and runner.cache.rows == {row}
         runner.cache.check_integrity()
-        runner.selector.pages.check_integrity()
+        runner.selector.extents.check_integrity()
     runner.release(row)
     assert runner.admit(32) == row
     runner.release(row)

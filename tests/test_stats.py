@@ -16,13 +16,14 @@ import torch.nn.functional as F
 
 import minihisparse
 from minihisparse import runner
+from minihisparse.assembly import make_runner
 from minihisparse.batch import Batch
 from minihisparse.config import HiSparseConfig
 from minihisparse.decode_step import DecodeStep
 from minihisparse.engine import LLM
 from minihisparse.host_store import ALIGNMENT
 from minihisparse.model import Decoder
-from minihisparse.runner import Runner, make_runner
+from minihisparse.runner import Runner
 from minihisparse.sampling import SamplingParams
 from minihisparse.stats import (
     AllocationAccount,

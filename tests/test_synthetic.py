@@ -11,9 +11,10 @@ from bench_rig import SMALL, run_cli
 from conftest import make_tiny_decoder
 from rig import assert_same_bits
 
+from minihisparse.assembly import make_runner
 from minihisparse.batch import Batch
 from minihisparse.config import HiSparseConfig
-from minihisparse.runner import Runner, make_runner
+from minihisparse.runner import Runner
 from minihisparse.synthetic import GivenSelections, fill, sliding_selections
 
 CPU = torch.device("cpu")
@@ -194,17 +195,17 @@ def test_a_request_is_given_its_own_selections():
     rows, steps = [4, 0, 2], [0, 3, 5]
     batch = graph_batch(rows, [CONTEXT + 1 + step for step in steps], 3)
     for layer in range(LAYERS):
-        chosen = given.select(layer, torch.empty(3, 6, 8), batch)
+        chosen = given.select(layer, None, batch)
         assert chosen.dtype == torch.int32
         for at, (row, step) in enumerate(zip(rows, steps, strict=True)):
             expected = given.positions[step % STEPS, layer, row % REQUESTS]
             assert chosen[at].tolist() == expected.tolist()
-    assert_same_bits(given.select(1, torch.empty(3, 6, 8), batch), chosen)  # it keeps no count
+    assert_same_bits(given.select(1, None, batch), chosen)  # it keeps no count
 
 
 def test_only_positions_that_a_request_has():
     """A shorter request, as in a warm-up, and padding."""
-    chosen = make_given().select(0, torch.empty(2, 6, 8), graph_batch([0, 0], [5, 0], 1))
+    chosen = make_given().select(0, None, graph_batch([0, 0], [5, 0], 1))
     assert chosen.tolist() == [[0, 1, 2, 3, 4] + 5 * [-1], 10 * [-1]]
 
 
@@ -213,7 +214,7 @@ def test_given_selections_in_a_runner():
     outputs = []
     for runner in make_pair():
         sliding = make_sliding(context_len=30, num_requests=2)
-        runner.selector = GivenSelections(sliding, 30, CPU)
+        runner.use_selector(GivenSelections(sliding, 30, CPU))
         rows = [runner.admit(40), runner.admit(40)]
         for row in rows:
             fill(runner, row, torch.arange(30))

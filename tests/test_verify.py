@@ -16,10 +16,10 @@ import torch
 from dense_reference import dense_logits
 from rig import assert_same_bits
 
+from minihisparse.assembly import make_runner
 from minihisparse.config import HiSparseConfig
 from minihisparse.gpu_cache import HiSparseCache
 from minihisparse.model import Decoder
-from minihisparse.runner import make_runner
 from minihisparse.tokenizer import Tokenizer
 from minihisparse.verify import Difference, Lockstep
 
@@ -59,7 +59,7 @@ def make_prompt(length: int, vocab_size: int = 128) -> list[int]:
 def assert_idle(lockstep: Lockstep) -> None:
     """No request holds anything in either runner: rows, host pages, slots, the selector's pages."""
     for runner in lockstep.runners.values():
-        cache, pages = runner.cache, runner.selector.pages
+        cache, pages = runner.cache, runner.selector.extents
         assert cache.rows == set() and pages.num_free == pages.num_units
         if isinstance(cache, HiSparseCache):
             host = cache.host
@@ -248,7 +248,8 @@ def fetch_from_another_layer(lockstep: Lockstep) -> None:
     cache = lockstep.runners["hisparse"].cache
 
     def replacement(right, layer, *args):
-        assert args[-1].any()  # there is something to fetch
+        host_rows, _ = args[-1]
+        assert len(host_rows)  # there is something to fetch
         read = cache.host.read
         cache.host.read = lambda _, rows: read(0, rows)
         right(layer, *args)
@@ -544,9 +545,10 @@ def test_real_model_fault_is_found(real_model, real_ids):
     lockstep = make_lockstep(real_model, 1, HiSparseConfig(), max_model_len=640)
     cache = lockstep.runners["hisparse"].cache
 
-    def replacement(right, layer, rows, positions, slots, fetch):
-        right(layer, rows, positions, slots, fetch)
-        cache.records[layer][rows[0], slots[fetch][100], -1] = 1000.0
+    def replacement(right, layer, plan):
+        right(layer, plan)
+        _, slots = plan
+        cache.records[layer].flatten(0, 1)[slots[100], -1] = 1000.0
 
     wrap(cache, "_fetch", 17, 0, replacement)
     with pytest.raises(AssertionError, match="layer 17, request row 0: a slot differs"):

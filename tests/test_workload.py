@@ -13,11 +13,11 @@ import torch
 from bench_rig import Clock, slow_engine
 from conftest import make_tiny_config, make_tiny_decoder
 
+from minihisparse.assembly import make_runner
 from minihisparse.config import HiSparseConfig
 from minihisparse.decode_step import DecodeStep
 from minihisparse.model import Decoder
 from minihisparse.request import Request
-from minihisparse.runner import make_runner
 from minihisparse.sampling import SamplingParams
 from minihisparse.scheduler import Scheduler
 from minihisparse.tokenizer import Tokenizer
