@@ -17,6 +17,7 @@ import pytest
 import torch
 from rig import assert_same_bits
 
+from minihisparse.assembly import make_runner
 from minihisparse.batch import Batch
 from minihisparse.capacity import GIB, plan_capacity
 from minihisparse.config import HiSparseConfig
@@ -24,7 +25,6 @@ from minihisparse.decode_step import batch_sizes
 from minihisparse.kernels.device import Kernel, cuda, int32, int64, kernel
 from minihisparse.kernels.resolve import resolve_oracle
 from minihisparse.model import Decoder
-from minihisparse.runner import make_runner
 
 TUTORIALS = Path(__file__).parents[1] / "tutorials"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

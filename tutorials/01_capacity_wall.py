@@ -15,10 +15,10 @@
 # %%
 import torch
 
+from minihisparse.assembly import make_runner
 from minihisparse.config import HiSparseConfig
 from minihisparse.model import Decoder, weight_shapes
 from minihisparse.model_config import ModelConfig
-from minihisparse.runner import make_runner
 
 GB = 1e9
 KI = 1024  # a context of 4K tokens is 4 * KI

@@ -14,6 +14,7 @@
 import torch
 import torch.nn.functional as F
 
+from minihisparse.assembly import make_runner
 from minihisparse.attention import decode_attention
 from minihisparse.batch import Batch
 from minihisparse.config import HiSparseConfig
@@ -21,7 +22,7 @@ from minihisparse.kernels.resolve import Fetch, resolve_oracle
 from minihisparse.model import Decoder
 from minihisparse.model_config import ModelConfig
 from minihisparse.rope import apply_rope, rope_table
-from minihisparse.runner import Runner, make_runner
+from minihisparse.runner import Runner
 
 
 def show(name: str, tensor: torch.Tensor) -> None:
@@ -133,7 +134,7 @@ host = cache.host.records.clone()  # [L, host rows, W]
 host_pages = cache.host.req_to_host_pool[row].tolist()
 tokens = cache.device_buffer_tokens[:, row].tolist()
 lru = cache.lru_slots[:, row].tolist()
-our_pages = slice(*selector.pages.extent_of(row))
+our_pages = slice(*selector.extents.extent_of(row))
 bounds = selector.bounds[:, our_pages].clone()  # [L, P, Hkv, 2, D]
 
 

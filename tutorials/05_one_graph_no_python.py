@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from minihisparse.assembly import make_runner
 from minihisparse.batch import Batch
 from minihisparse.config import HiSparseConfig
 from minihisparse.decode_step import DecodeStep, batch_sizes
 from minihisparse.kernels.device import Kernel
 from minihisparse.model import Decoder
 from minihisparse.model_config import ModelConfig
-from minihisparse.runner import Runner, make_runner
+from minihisparse.runner import Runner
 
 # %% [markdown]
 # ## A recorder

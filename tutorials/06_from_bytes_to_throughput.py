@@ -16,6 +16,7 @@ import time
 import torch
 from torch import Tensor
 
+from minihisparse.assembly import make_runner
 from minihisparse.bench_engine import measure_link
 from minihisparse.capacity import GIB, plan_capacity
 from minihisparse.config import HiSparseConfig
@@ -24,7 +25,7 @@ from minihisparse.decode_step import DecodeStep
 from minihisparse.kernels.resolve_torch import resolve_torch
 from minihisparse.model import Decoder
 from minihisparse.model_config import ModelConfig
-from minihisparse.runner import Runner, make_runner
+from minihisparse.runner import Runner
 from minihisparse.scheduler import Scheduler
 from minihisparse.trace import Trace
 from minihisparse.workload import prompts_of, run_closed_loop
