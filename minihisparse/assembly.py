@@ -122,9 +122,13 @@ class Choice:
             if weights is not None:
                 raise ValueError(f"--selector-weights {weights}: quest has none; pass --selector")
             return cls(name, None)
-        addon = read_addon(
-            SHIPPED / f"smollm2-135m-{name}.safetensors" if weights is None else weights
-        )
+        shipped = SHIPPED / f"smollm2-135m-{name}.safetensors"
+        if weights is None and not shipped.is_file():
+            raise FileNotFoundError(
+                f"--selector {name}: no add-on for it is shipped; pass --selector-weights "
+                "(weights_scripts/distil.py makes them)"
+            )
+        addon = read_addon(weights or shipped)
         if addon.selector != name:
             raise ValueError(
                 f"--selector-weights {weights} is an add-on for --selector {addon.selector}, "

@@ -328,6 +328,7 @@ def test_errors(files, tmp_path, tiny_decoder):
     make(ValueError, "--selector-weights .* quest has none; pass --selector", selector="quest")
     make(ValueError, "is an add-on for --selector dsa, not for dsa-shared", selector="dsa-shared")
     make(FileNotFoundError, "no such file; --selector-weights", weights=tmp_path / "none")
+    make(FileNotFoundError, "--selector nsa: no add-on for it is shipped", "nsa", None)
     make(ValueError, "num_hidden_layers is 5; this model's is 3; .*weights", model=tiny_decoder())
     few = tiny_addon_file(tmp_path, decoder(), num_recent=9)
     make(ValueError, "top_k=8 is less than the 1 first and 9 newest .*--top-k", weights=few)

@@ -647,7 +647,7 @@ def test_a_stream_raises_when_the_host_pool_is_too_small(make_llm, method):
         ({"device": "meta"}, "--device 'meta'"),
         ({"dtype": "int8"}, "--dtype 'int8'"),
         ({"cache": "lru"}, "--cache 'lru'.*hisparse, full"),
-        ({"selector": "nsa"}, "--selector 'nsa'.*quest"),
+        ({"selector": "h2o"}, "--selector 'h2o' is not one of: quest, dsa, dsa-shared, nsa"),
         ({"max_model_len": 1025}, r"--max-model-len 1025 .*1\.\.1024"),
         ({"max_model_len": 0}, r"--max-model-len 0 .*1\.\.1024"),
         ({"max_model_len": -5}, r"--max-model-len -5 .*1\.\.1024"),

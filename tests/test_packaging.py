@@ -117,12 +117,14 @@ def elsewhere(tmp_path) -> Path:
 
 
 def test_contents(dist):
-    """Every module at its place, and nothing more: no tests, no top-level kernels."""
+    """Every module and add-on at its place, and nothing more: no tests, no top-level kernels."""
     expected = {
         f"{place}/{file.name}"
         for folder, place in PLACES.items()
         for file in (ROOT / folder).glob("*.py")
     }
+    addons = (ROOT / "weights_scripts" / "addons").iterdir()
+    expected |= {f"minihisparse/weights_scripts/addons/{file.name}" for file in addons}
     assert {"minihisparse/kernels/resolve.py", "minihisparse/engine.py"} < expected
     assert "minihisparse/weights_scripts/get_smollm2.py" in expected
     with zipfile.ZipFile(next(dist.glob("*.whl"))) as wheel:
