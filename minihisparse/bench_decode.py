@@ -5,11 +5,13 @@ loop. Everything goes through the engine's own scheduler and decode step; only t
 Each point gives a row, `bench_engine.make_row`.
 
     full       all KV on the device                  hisparse    GPU cache and host pool
+    prefetch   hisparse that fetches ahead for layers that share a selection
     no-io      hisparse that fetches nothing: what the mechanism costs without the bus; its output
                is wrong, so its selections are others
 
 Where full KV was measured at two batch sizes, the cost model's prediction for hisparse is printed
-beside what was measured.
+beside what was measured; where no-io was, what IO adds to a token, and the share of its throughput
+that was reached.
 """
 
 from __future__ import annotations
