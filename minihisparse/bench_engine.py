@@ -104,9 +104,17 @@ def num_rows(
 ) -> int:
     """Request rows of the point's budget; without one, as many as asked for.
 
-    Raises ValueError, naming the flag, if the budget does not hold one request.
+    Raises ValueError, naming the flag, if the budget does not hold one request, or the mode is
+    prefetch and no layers share a selection.
     """
     choice = Choice.of(args.selector, args.selector_weights)
+    given = getattr(args, "selections", None) is not None
+    anchor_of = model.config.anchor_of if given else choice.anchor_of
+    if point.mode == "prefetch" and anchor_of is None:
+        raise ValueError(
+            "--modes prefetch needs layers that share a selection: --selector dsa-shared; or, with "
+            "--selections, index_topk_freq in the model's config"
+        )
     max_model_len = max_model_len_of(args, point, model)
     capacity = plan_capacity(
         model.config,
@@ -117,7 +125,7 @@ def num_rows(
         max_running_requests=max_running_requests,
         hbm_budget_gib=point.budget_gib,
         selector=choice.size(model, args.hisparse, max_model_len, model.device.type == "cuda"),
-        num_tables=num_tables(choice.anchor_of, _config_of(args, point.mode)),
+        num_tables=num_tables(anchor_of, _config_of(args, point.mode)),
     )
     return capacity.max_running_requests
 
@@ -184,7 +192,7 @@ def make_point_runner(
     """A runner of the point's cache, for requests of its length. selector: in place of the one
     that is asked for.
     """
-    runner = make_runner(
+    return make_runner(
         model,
         cache=_cache_of(point.mode),
         selector=selector or args.selector,
@@ -195,12 +203,6 @@ def make_point_runner(
         hbm_budget_gib=hbm_budget_gib,
         skip_io=point.mode == "no-io",
     )
-    if point.mode == "prefetch" and runner.prefetcher is None:
-        raise ValueError(
-            "--modes prefetch needs layers that share a selection: --selector dsa-shared, or "
-            "index_topk_freq in the config of --random-weights"
-        )
-    return runner
 
 
 def make_scheduler(

@@ -217,8 +217,10 @@ def test_prefetch_beside_hisparse(run, clock, tiny_folder, tmp_path):
 
 
 def test_prefetch_needs_anchors(run):
-    result = run("--input-len", 40, "--output-len", 3, "--modes", "prefetch")
+    """Said before anything is measured."""
+    result = run("--input-len", 40, "--output-len", 3, "--modes", "full,prefetch")
     assert re.search("--modes prefetch needs layers that share.*dsa-shared", result.error)
+    assert "rows" not in result.report
 
 
 # ---- the same work ----
