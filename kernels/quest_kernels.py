@@ -334,7 +334,7 @@ def select_kernel(
     longest: pages from which it does so alone; with more, each block first selects from its share.
     """
     HEADS, PAGE_SIZE, TOP_K, TOP_PAGES = num_q_heads, page_size, top_k, top_k // page_size
-    THREADS, LONGEST = num_threads, longest
+    THREADS, LONGEST, LIST = num_threads, longest, TOP_PAGES + 1  # of top_k_of_tiles
     # Each head has so many lanes that all heads are combined at once.
     HEAD_LANES = max(1, min(32, 1 << ((THREADS // num_q_heads).bit_length() - 1)))
     HEADS_AT_ONCE = THREADS // HEAD_LANES
@@ -356,7 +356,7 @@ def select_kernel(
         positions: int32[:, ::1],  # [R, K] every entry is written
         blocks_per_request: int64,
     ):
-        selected = cuda.shared.array(TOP_PAGES, int32)
+        selected = cuda.shared.array(LIST, int32)
         head_max = cuda.shared.array(HEADS, float32)
         head_scale = cuda.shared.array(HEADS, float32)
         scores = cuda.local.array(UNROLL, float32)

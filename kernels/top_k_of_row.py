@@ -9,7 +9,8 @@ How one block does it, with all its threads and few barriers:
     keys       a score becomes a uint32 whose ascending order is the scores' descending order
     threshold  the key of the K-th score, found digit by digit from the top: count the keys of each
                digit, find the digit where the count reaches K, and go on with the keys that have
-               it. Ends early where they are all selected
+               it. Ends early where they are all selected. The first digit is the exponent and two
+               more bits: scores of like size would else be counted at one address, one by one
     places     a warp owns one stretch of the row, and counts its keys below the threshold and those
                equal to it; a scan over the warps says how many come before
     list       each warp goes through its stretch again, and writes the indices to their places
@@ -20,8 +21,8 @@ Several blocks have a tile of the row each, and select from it. The last one to 
 what all have selected, which lies in memory in the order of the row: the same function does it.
 Nobody waits, and which block is the last one makes no difference.
 
-Reads 4 bytes per score, up to six times (from L1 or L2 after the first). With tiles, writes and
-reads 8 bytes more per tile and index. Shared memory: 5 KiB, and the list.
+Reads 4 bytes per score, up to five times (from L1 or L2 after the first). With tiles, writes and
+reads 8 bytes more per tile and index. Shared memory: 8.5 KiB, and the list.
 
 It deliberately does not know where scores come from, nor what becomes of the list.
 """
@@ -45,9 +46,8 @@ from minihisparse.kernels.device import (
 
 ALL_LANES = 0xFFFFFFFF
 MAX_TOP_K = 8192  # so that the list fits into the 48 KiB of shared memory that need no asking
-DIGIT_BITS = 8
+DIGIT_BITS = 11  # three digits make a key, the last one has 10
 DIGITS = 1 << DIGIT_BITS
-DIGITS_PER_LANE = DIGITS // 32
 STRIPE = 128  # scores that a warp reads at once, four per lane
 NUM_THREADS, STRIPES = 512, 4  # per warp, held in registers
 SHORTEST_TILE = 4 * STRIPES * NUM_THREADS  # what a block holds
@@ -78,6 +78,15 @@ def scan_of_warp(value, lane):
     return value
 
 
+@device_function
+def sum_of_warps_below(values, warp, lane):
+    """values int32 [warps], one of each warp."""
+    value = int32(0)
+    if lane < warp:
+        value = values[lane]
+    return cuda.shfl_sync(ALL_LANES, scan_of_warp(value, lane), 31)
+
+
 @cache
 def top_k_function(
     *, num_threads: int, top_k: int, stripes: int = STRIPES, wide: bool = True
@@ -89,7 +98,8 @@ def top_k_function(
     may be read. If not, loads are of 4 bytes, and slower.
     """
     THREADS, WARPS, K, WIDE = num_threads, num_threads // 32, top_k, wide
-    UNROLL, KEYS, TABLES = stripes, 4 * stripes, DIGITS * (32 // DIGIT_BITS)
+    UNROLL, KEYS, DIGITS_PER_THREAD = stripes, 4 * stripes, DIGITS // num_threads
+    BINS = DIGITS + 1  # the last is for keys that are not counted: cheaper than a branch for each
 
     @device_function
     def read_keys(scores, i, end, keys):
@@ -115,15 +125,16 @@ def top_k_function(
     def top_k_of_row(
         scores,  # address of float32 [length]
         length,
-        selected,  # int32 [>= K], shared memory: written, the indices in ascending order
+        selected,  # int32 [> K], shared memory: written, K indices in ascending order
     ):
         """How many it has selected. All threads call it.
 
         A barrier is before the first read of a score, which the block may have written, and at the
         end.
         """
-        tables = cuda.shared.array(TABLES, int32)  # keys of each digit, a table for each place
-        found = cuda.shared.array(3, int32)  # what warp 0 tells the others
+        table = cuda.shared.array(BINS, int32)  # how many keys have each digit
+        found = cuda.shared.array(3, int32)  # what one thread tells the others
+        keys_of_warp = cuda.shared.array(32, int32)
         below_of_warp = cuda.shared.array(32, int32)
         equal_of_warp = cuda.shared.array(32, int32)
         keys = cuda.local.array(KEYS, uint32)
@@ -138,8 +149,8 @@ def top_k_function(
             return length
 
         i = tid
-        while i < TABLES:
-            tables[uint32(i)] = 0
+        while i < DIGITS:
+            table[uint32(i)] = 0
             i += THREADS
         stretch = (length + WARPS * STRIPE - 1) // (WARPS * STRIPE) * STRIPE
         first = warp * stretch  # of the scores of this warp
@@ -151,36 +162,37 @@ def top_k_function(
         threshold, need = uint32(0), int32(K)
         shift = 32
         while shift > 0:
-            shift -= DIGIT_BITS
-            table = tables[shift * (DIGITS // DIGIT_BITS) :]
+            shift = max(shift - DIGIT_BITS, 0)
             start = first
             while start < end:
                 if start != held:
                     read_keys(scores, start + 4 * lane, end, keys)
                     held = start
-                left = int32(end - start)
-                for u in range(UNROLL):
-                    if u * STRIPE < left:
-                        for j in range(4):
-                            # Of a key without the threshold's digits, this is no digit.
-                            digit = uint32(keys[4 * u + j] - threshold) >> shift
-                            if digit < DIGITS:
-                                cuda.atomic.add(table, uint32(digit), 1)
+                for n in range(KEYS):
+                    # Of a key without the threshold's digits, this is no digit.
+                    digit = uint32(uint32(keys[n] - threshold) >> uint32(shift))
+                    cuda.atomic.add(table, min(digit, uint32(DIGITS)), 1)
                 start += UNROLL * STRIPE
             cuda.syncthreads()
-            if warp == 0:
-                own = int32(0)
-                for j in range(DIGITS_PER_LANE):
-                    own = int32(own + table[uint32(lane * DIGITS_PER_LANE + j)])
-                before = int32(scan_of_warp(own, lane) - own)
-                for j in range(DIGITS_PER_LANE):
-                    digit = lane * DIGITS_PER_LANE + j
+            own = int32(0)
+            for j in range(DIGITS_PER_THREAD):
+                own = int32(own + table[uint32(tid * DIGITS_PER_THREAD + j)])
+            scan = scan_of_warp(own, lane)
+            if lane == 31:
+                keys_of_warp[warp] = scan
+            cuda.syncthreads()
+            before = int32(sum_of_warps_below(keys_of_warp, warp, lane) + scan - own)
+            if before < need <= before + own:  # true in one thread
+                for j in range(DIGITS_PER_THREAD):
+                    digit = tid * DIGITS_PER_THREAD + j
                     count = table[uint32(digit)]
                     if before < need <= before + count:  # true once
                         found[0] = digit
                         found[1] = before
                         found[2] = count
                     before = int32(before + count)
+            for j in range(DIGITS_PER_THREAD):
+                table[uint32(tid * DIGITS_PER_THREAD + j)] = 0
             cuda.syncthreads()
             threshold = uint32(threshold + (found[0] << shift))
             need = int32(need - found[1])
@@ -205,11 +217,8 @@ def top_k_function(
             below_of_warp[warp] = below
             equal_of_warp[warp] = equal
         cuda.syncthreads()
-        below, equal = int32(0), int32(0)
-        if lane < warp:
-            below, equal = below_of_warp[lane], equal_of_warp[lane]
-        num_below = cuda.shfl_sync(ALL_LANES, scan_of_warp(below, lane), 31)  # that come before
-        num_equal = cuda.shfl_sync(ALL_LANES, scan_of_warp(equal, lane), 31)
+        num_below = sum_of_warps_below(below_of_warp, warp, lane)  # that come before
+        num_equal = sum_of_warps_below(equal_of_warp, warp, lane)
 
         # ---- list
         start = first
@@ -217,26 +226,28 @@ def top_k_function(
             if start != held:
                 read_keys(scores, start + 4 * lane, end, keys)
                 held = start
-            for u in range(UNROLL):
-                mine = int32(0)  # keys below in the lower half, equal ones in the upper
-                for j in range(4):
-                    mine = int32(mine + (keys[4 * u + j] < threshold))
-                    mine = int32(mine + ((keys[4 * u + j] == threshold) << 16))
-                if cuda.any_sync(ALL_LANES, mine != 0):
-                    scan = scan_of_warp(mine, lane)
-                    before = int32(scan - mine)
-                    b = int32(num_below + (before & 0xFFFF))
-                    e = int32(num_equal + (before >> 16))
+            below, equal = int32(0), int32(0)  # a byte per stripe: a warp has 128 keys of it
+            for n in range(KEYS):
+                below = int32(below + (int32(keys[n] < threshold) << (n // 4 * 8)))
+                equal = int32(equal + (int32(keys[n] == threshold) << (n // 4 * 8)))
+            if cuda.any_sync(ALL_LANES, (below | equal) != 0):
+                scan_below, scan_equal = scan_of_warp(below, lane), scan_of_warp(equal, lane)
+                below, equal = int32(scan_below - below), int32(scan_equal - equal)
+                scan_below = cuda.shfl_sync(ALL_LANES, scan_below, 31)
+                scan_equal = cuda.shfl_sync(ALL_LANES, scan_equal, 31)
+                for u in range(UNROLL):
+                    b = int32(num_below + ((below >> (8 * u)) & 0xFF))
+                    e = int32(num_equal + ((equal >> (8 * u)) & 0xFF))
                     for j in range(4):
                         is_below = keys[4 * u + j] < threshold
                         is_equal = keys[4 * u + j] == threshold
-                        if is_below or (is_equal and e < need):
-                            selected[uint32(b + min(e, need))] = start + u * STRIPE + 4 * lane + j
+                        is_selected = is_below or (is_equal and e < need)
+                        place = uint32(b + min(e, need)) if is_selected else uint32(K)
+                        selected[place] = start + u * STRIPE + 4 * lane + j
                         b = int32(b + is_below)
                         e = int32(e + is_equal)
-                    total = cuda.shfl_sync(ALL_LANES, scan, 31)
-                    num_below = int32(num_below + (total & 0xFFFF))
-                    num_equal = int32(num_equal + (total >> 16))
+                    num_below = int32(num_below + ((scan_below >> (8 * u)) & 0xFF))
+                    num_equal = int32(num_equal + ((scan_equal >> (8 * u)) & 0xFF))
             start += UNROLL * STRIPE
         cuda.syncthreads()
         return int64(K)
@@ -262,7 +273,7 @@ def top_k_of_tiles_function(
         candidates,  # address of float32 [tiles * min(K, tile)] scratch, at a multiple of 16 bytes
         candidate_indices,  # int32, as many: scratch
         ticket_at,  # address of an int32, 0 before and after: how many blocks have finished
-        selected,  # int32 [>= K], shared memory: written by the last block
+        selected,  # int32 [> K], shared memory: written by the last block
     ):
         """How many the last block to finish has selected from the whole row; in the others -1."""
         ticket = cuda.shared.array(1, int32)
