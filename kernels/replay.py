@@ -135,7 +135,8 @@ class Replayer:
         record_bytes: int,
         replay_blocks: int | None = None,
     ) -> None:
-        """replay_blocks: blocks per launch; None: 16 on a GPU, 2 simulated. Allocates nothing.
+        """device_buffer_size: B, the largest of all layers. replay_blocks: blocks per launch; None:
+        16 on a GPU, 2 simulated. Allocates nothing.
 
         Raises ValueError for what the kernel cannot do.
         """
@@ -178,17 +179,20 @@ class Replayer:
         *,
         host_records: Tensor,
         records: Tensor,
+        num_slots: int | None = None,
     ) -> None:
         """Fetches the plan's records of one layer.
 
         req_pool_indices [R] int64, num_real_reqs [1] int32: the batch that the plan was made for.
         host_records [host rows, W]: the layer's host pool, pinned. records [max_requests, B + 1,
-        W]: the layer's cache, changed in the plan's slots.
+        W]: the layer's cache, changed in the plan's slots. num_slots: B of this layer, the same as
+        its anchor's, where it is less than device_buffer_size.
         Allocates nothing and does not wait: a CUDA graph can hold it, once `load` has been called.
         Raises TypeError or ValueError before the launch.
         """
         num_requests = len(req_pool_indices)
-        slots_per_request = self.device_buffer_size + 1
+        num_slots = self.device_buffer_size if num_slots is None else num_slots
+        slots_per_request = num_slots + 1
         if num_requests > len(self.plan.counts):
             raise ValueError(
                 f"req_pool_indices has {num_requests} rows, the plan {len(self.plan.counts)}"

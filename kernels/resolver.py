@@ -94,7 +94,8 @@ class Resolver:
     ) -> None:
         """Allocates the buffers on the device of `req_to_host_pool` [request rows, pages] int32.
 
-        max_requests: rows of the largest batch, padding included.
+        max_requests: rows of the largest batch, padding included. device_buffer_size: B, the
+        largest of all layers.
         swap_in_block_size: threads per block, a multiple of 32 up to 1024; None: one per slot, at
         most 1024. blocks_per_request: how many copy for a request; None: by the batch.
         skip_io: decide everything, fetch nothing (the no-IO oracle: the records are not valid).

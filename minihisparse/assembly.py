@@ -14,7 +14,7 @@ from minihisparse.addon import Addon, read_addon
 from minihisparse.capacity import Capacity, plan_capacity
 from minihisparse.config import HiSparseConfig
 from minihisparse.full_cache import FullCache
-from minihisparse.gpu_cache import HiSparseCache
+from minihisparse.gpu_cache import HiSparseCache, check_lockstep
 from minihisparse.host_store import HostPool
 from minihisparse.indexer import DSASelector
 from minihisparse.model import Decoder
@@ -212,15 +212,19 @@ def _hisparse_cache(
     hisparse: HiSparseConfig,
     max_model_len: int,
     max_requests: int,
+    *,
+    anchor_of: tuple[int, ...] | None,
     **options: object,
 ) -> HiSparseCache:
     config = model.config
     record_bytes = config.record_width * model.dtype.itemsize
-    size = hisparse.device_buffer_size_for(config.num_hidden_layers, record_bytes)
+    sizes = hisparse.device_buffer_sizes_for(config.num_hidden_layers, record_bytes)
+    check_lockstep(sizes, anchor_of)  # before a host pool is made
     pages_per_request = -(-max_model_len // hisparse.page_size)
     num_pages = pages_per_request * max_requests
     if hisparse.host_to_device_ratio is not None:
-        host_tokens = int(hisparse.host_to_device_ratio * size * max_requests)
+        mean_size = sum(sizes) / len(sizes)
+        host_tokens = int(hisparse.host_to_device_ratio * mean_size * max_requests)
         num_pages = max(1, host_tokens // hisparse.page_size)
     host = HostPool(
         num_layers=config.num_hidden_layers,
@@ -236,8 +240,9 @@ def _hisparse_cache(
         host=host,
         max_requests=max_requests,
         top_k=hisparse.top_k,
-        device_buffer_size=size,
+        device_buffer_size=sizes,
         device=model.device,
+        anchor_of=anchor_of,
         swap_in_block_size=hisparse.swap_in_block_size,
         **options,
     )

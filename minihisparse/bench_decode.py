@@ -30,12 +30,14 @@ from minihisparse.bench_engine import (
     Point,
     check_counts,
     check_plot,
+    check_prefix,
     free_memory,
     make_point_runner,
     make_scheduler,
     measure_link,
     modes_of,
     num_rows,
+    point_prompts,
     run_point,
     save_figure,
     start_report,
@@ -47,7 +49,7 @@ from minihisparse.resolve_timer import ResolveTimer, check_device
 from minihisparse.synthetic import GivenSelections, fill, sliding_selections
 from minihisparse.tokenizer import Tokenizer
 from minihisparse.trace import read_trace
-from minihisparse.workload import percentiles, prompts_of, run_closed_loop
+from minihisparse.workload import percentiles, run_closed_loop
 
 SYNTHETIC = "synthetic:miss="
 
@@ -66,6 +68,13 @@ def check_flags(args: argparse.Namespace) -> None:
         if args.model is None:
             raise ValueError("--compare transformers needs --model; --random-weights has no files")
         compare.check_installed()
+    check_prefix(args)
+    made_up = args.synthetic_context or args.random_weights is not None
+    if made_up and (args.enable_prefix_sharing or args.prefix_len):
+        raise ValueError(
+            "--prefix-len and --enable-prefix-sharing need a prefill, which is left out with "
+            "--synthetic-context and --random-weights"
+        )
     check_plot(args)
 
 
@@ -94,7 +103,7 @@ def bench_decode(
             bar.write(line(rows[-1]), file=sys.stdout)
     if args.compare == "transformers":
         for row in compare.transformers_rows(args, model, ids):
-            rows.append(row)
+            rows.append(row | {"prefix": None})  # it shares nothing
             print(line(row))
     predict(
         rows,
@@ -156,7 +165,7 @@ def measure(
     if args.synthetic_context:
         runner.prefill = partial(fill, runner)
     timer = ResolveTimer(runner) if args.resolve_latency else None
-    prompts = prompts_of(ids, point.input_len)
+    prompts = point_prompts(args, ids, point.input_len)
     scheduler = make_scheduler(args, runner, next(prompts), sizes=[load.rows] if timer else None)
     step = scheduler.decode
     if timer is not None:
@@ -223,10 +232,10 @@ def _synthetic_selections(
             f"--selections {args.selections!r} is neither a file nor like {SYNTHETIC}0.13, a share "
             "in 0..1"
         )
-    slots = args.hisparse.device_buffer_size_for(
+    sizes = args.hisparse.device_buffer_sizes_for(
         config.num_hidden_layers, config.record_width * model.dtype.itemsize
     )
-    needed = top_k + slots
+    needed = top_k + max(sizes)
     if min(args.input_len) < needed:
         raise ValueError(
             f"--selections {args.selections} needs --input-len {needed} or more, K + B, got "

@@ -1,7 +1,8 @@
 """What `bench decode` and `bench serve` share: a point, its engine, a timed run of it, and the row.
 
     point    a cache (mode), a prompt length, a device memory budget, a number of clients
-    engine   runner, decode step and scheduler as LLM has them, warmed up; only text is left out
+    engine   runner, decode step and scheduler as LLM has them, warmed up; text is left out, and
+             prefixes are shared only if asked for
     row      what the clients see, what the server does, what it costs; see `make_row`
 
 It deliberately does not know who sends requests and when: that is a loop, which it is given.
@@ -13,7 +14,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +33,7 @@ from minihisparse.scheduler import Scheduler
 from minihisparse.selector import Selector
 from minihisparse.stats import cache_report, memory_report
 from minihisparse.tokenizer import Tokenizer
-from minihisparse.workload import latencies, percentiles, text_ids
+from minihisparse.workload import latencies, percentiles, prompts_of, text_ids
 
 MODES = ("full", "hisparse", "prefetch", "no-io")
 LINK_BYTES = 2**28
@@ -72,6 +73,18 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {getattr(args, name)} is less than 1")
+
+
+def check_prefix(args: argparse.Namespace) -> None:
+    """Raises ValueError if `--prefix-len` is negative, or leaves nothing of a prompt.
+
+    With a file of arrivals, shorter prompts are all prefix.
+    """
+    shortest = min(args.input_len or [args.prefix_len + 1])
+    if not 0 <= args.prefix_len < shortest:
+        raise ValueError(
+            f"--prefix-len {args.prefix_len} is not in 0..{shortest - 1}, below --input-len"
+        )
 
 
 def check_plot(args: argparse.Namespace) -> None:
@@ -148,6 +161,8 @@ def start_report(args: argparse.Namespace, report: dict, link_gb_per_s: float | 
     report["output_len"] = args.output_len
     report["threads"] = torch.get_num_threads()
     report["link_gb_per_s"] = link_gb_per_s
+    report["prefix_len"] = args.prefix_len
+    report["enable_prefix_sharing"] = args.enable_prefix_sharing
     report["rows"] = rows = []
     return rows
 
@@ -158,6 +173,15 @@ def token_ids(args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer | N
         return text_ids(tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
     return torch.randint(model.config.vocab_size, (RANDOM_TOKENS,), generator=generator).tolist()
+
+
+def point_prompts(
+    args: argparse.Namespace, ids: Sequence[int], input_len: int
+) -> Iterator[list[int]]:
+    """`workload.prompts_of`, but all begin with the same `--prefix-len` tokens."""
+    first = next(prompts_of(ids, input_len))[: args.prefix_len]
+    for prompt in prompts_of(ids, input_len):
+        yield first + prompt[args.prefix_len :]
 
 
 def measure_link(device: torch.device) -> float | None:
@@ -216,7 +240,12 @@ def make_scheduler(
         runner, enforce_eager=args.enforce_eager, progress=not args.disable_tqdm, sizes=sizes
     )
     warm_up(runner, step, prompt[:WARM_UP_TOKENS])
-    return Scheduler(runner, step, args.max_prefill_tokens)
+    return Scheduler(
+        runner,
+        step,
+        args.max_prefill_tokens,
+        enable_prefix_sharing=args.enable_prefix_sharing,
+    )
 
 
 def warm_up(runner: Runner, step: DecodeStep, prompt: Sequence[int]) -> None:
@@ -225,8 +254,7 @@ def warm_up(runner: Runner, step: DecodeStep, prompt: Sequence[int]) -> None:
     runner.prefill(row, torch.tensor(prompt, device=runner.model.device))
     step([0], [row], [len(prompt) + 1])
     runner.release(row)
-    if runner.cache.counters is not None:
-        runner.cache.reset_counters()
+    runner.reset_counters()
     if runner.model.device.type == "cuda":
         torch.cuda.synchronize(runner.model.device)
 
@@ -271,7 +299,8 @@ def make_row(
     hit_rate: of all selected positions. bytes_h2d_per_step: fetched in a mean decode step.
         link_share: their rate over the link's.
     joules_per_token: of the whole board. memory: see `memory_report`; its full_kv_bytes is for as
-        many requests as run at once. allocated_bytes: all that torch holds on the GPU but weights.
+        many requests as run at once. prefix: see `Runner.prefix_report`. allocated_bytes: all that
+        torch holds on the GPU but weights.
     """
     runner, timings = scheduler.runner, scheduler.timings
     num_steps, decode_seconds = len(timings.step_ms), sum(timings.step_ms) / 1e3
@@ -300,6 +329,7 @@ def make_row(
         "link_share": share,
         "joules_per_token": None if joules is None else _ratio(joules, num_tokens, digits=4),
         "memory": memory_report(runner.cache, runner.selector, scheduler.workspace, at_once, step),
+        "prefix": runner.prefix_report(),
     }
     if runner.model.device.type == "cuda":
         allocated = torch.cuda.memory_allocated(runner.model.device)

@@ -21,12 +21,14 @@ from minihisparse.bench_engine import (
     Point,
     check_counts,
     check_plot,
+    check_prefix,
     free_memory,
     make_point_runner,
     make_scheduler,
     measure_link,
     modes_of,
     num_rows,
+    point_prompts,
     run_point,
     save_figure,
     start_report,
@@ -35,7 +37,7 @@ from minihisparse.bench_engine import (
 from minihisparse.bench_table import head, line
 from minihisparse.model import Decoder
 from minihisparse.tokenizer import Tokenizer
-from minihisparse.workload import Arrival, poisson, prompts_of, read_arrivals, run_open_loop
+from minihisparse.workload import Arrival, poisson, read_arrivals, run_open_loop
 
 DEFAULTS = {"input_len": [1024], "output_len": 64, "num_requests": 64, "request_rate": [1.0]}
 
@@ -56,6 +58,7 @@ def check_flags(args: argparse.Namespace) -> None:
     elif given:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ValueError(f"--arrivals and {flags} set the same things; use one of them")
+    check_prefix(args)
     check_plot(args)
 
 
@@ -118,7 +121,7 @@ def measure(
 ) -> dict:
     """One open loop in an engine of its own; its row."""
     runner = make_point_runner(args, point, model, args.max_running_requests, point.budget_gib)
-    prompts = prompts_of(ids, point.input_len)
+    prompts = point_prompts(args, ids, point.input_len)
     scheduler = make_scheduler(args, runner, next(prompts))
     loop = partial(run_open_loop, scheduler, prompts, arrivals, progress=bar.update)
     return run_point(

@@ -8,7 +8,8 @@ Per request of S tokens, L layers, records of W bytes, pages of P tokens:
 
     full       L * W * S                        records
     hisparse   L * ((B + 1) * W + 6 * B)        records, device_buffer_tokens and lru_slots (these
-                                                once per anchor, where layers are prefetched)
+                                                once per anchor, where layers are prefetched);
+               sum of (B + 1) * W, + 6 * L * max B    where B differs by layer
     both       L * W * S / P                    Quest's page bounds; other selectors say their own
 """
 
@@ -73,9 +74,10 @@ def plan_capacity(
         slot_bytes = layers * record_bytes
     else:
         slot_bytes = 0
-        num_slots = hisparse.device_buffer_size_for(layers, record_bytes)
+        sizes = hisparse.device_buffer_sizes_for(layers, record_bytes)
         tables = layers if num_tables is None else num_tables
-        row_bytes += layers * (num_slots + 1) * record_bytes + tables * 6 * num_slots
+        row_bytes += (sum(sizes) + layers) * record_bytes + tables * 6 * max(sizes)
+        row_bytes += 8 * (len(set(sizes)) - 1)  # each size has its own table of where slots begin
         row_bytes += 4 * -(-max_model_len // hisparse.page_size) + 12 * hisparse.top_k + 64
     length_bytes = max_model_len * slot_bytes + units * selector.unit_bytes
 

@@ -7,6 +7,7 @@ SGLang's `--hisparse-config`.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 
@@ -29,14 +30,16 @@ class HiSparseConfig:
 
     top_k: positions that the selector picks per request and layer (K); whole pages.
     device_buffer_size: slots per request and layer (B), beside the one of the newest token;
-        K <= B <= 32,767. None: 2K, the paper's default (useful range 2K to 4K, its Figure 7).
+        K <= B <= 32,767. One for all layers, or a sequence of as many as there are layers. None:
+        2K, the paper's default (useful range 2K to 4K, its Figure 7).
     cache_size_mb: instead of device_buffer_size: device memory per request over all layers, in MiB,
-        of which `device_buffer_size_for` makes the largest B that fits.
-    host_to_device_ratio: tokens of the host pool over all device slots, B *
-        max_running_requests. None: max_model_len tokens per running request: nothing runs out.
+        of which `device_buffer_sizes_for` makes the largest B that fits, the same in all layers.
+    host_to_device_ratio: tokens of the host pool over all device slots, B (the mean of all layers)
+        * max_running_requests. None: max_model_len tokens per running request: nothing runs out.
     page_size: tokens per page, of the host pool and of Quest alike.
     swap_in_block_size: threads per block of the Resolve kernel, a multiple of 32 up to 1,024; None:
-        one per slot, at most 1,024. Of no effect on a CPU, and never on what comes out.
+        one per slot (of the largest B), at most 1,024. Of no effect on a CPU, and never on what
+        comes out.
     index_dtype: of DSA's index keys: "auto", the model's, or "fp8" (e4m3 with a scale per key).
     enable_layer_prefetch: fetch for layers that share a selection before it is their turn. None:
         where the selector shares. Never of effect on what comes out.
@@ -45,7 +48,7 @@ class HiSparseConfig:
     """
 
     top_k: int = 256
-    device_buffer_size: int | None = None
+    device_buffer_size: int | tuple[int, ...] | None = None
     cache_size_mb: float | None = None
     host_to_device_ratio: float | None = None
     page_size: int = 16
@@ -81,39 +84,50 @@ class HiSparseConfig:
                 f"cache_size_mb={self.cache_size_mb}, which both set B; pass one of them"
             )
         if self.cache_size_mb is None:
-            if self.device_buffer_size is None:
-                object.__setattr__(self, "device_buffer_size", 2 * self.top_k)
-            size = self.device_buffer_size
-            if not _is_int(size) or size > MAX_DEVICE_BUFFER_SIZE:
-                raise ValueError(
-                    f"device_buffer_size={size!r} must be an integer in "
-                    f"1..{MAX_DEVICE_BUFFER_SIZE} (lru_slots is int16); change "
-                    "--device-buffer-size, or lower --top-k"
-                )
-            self._check_top_k_fits(size, "--device-buffer-size")
+            size = 2 * self.top_k if self.device_buffer_size is None else self.device_buffer_size
+            if isinstance(size, Sequence) and not isinstance(size, str):
+                size = tuple(size)
+                if not size:
+                    raise ValueError("--device-buffer-size is an empty list; give one per layer")
+                for layer, size_of_layer in enumerate(size):
+                    self._check_size(size_of_layer, f" of layer {layer}")
+                size = tuple(map(int, size))
+            else:
+                self._check_size(size)
+            object.__setattr__(self, "device_buffer_size", size)
 
     def _check(self, name: str, ok: bool, expected: str) -> None:
         if not ok:
             raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}")
 
-    def _check_top_k_fits(self, size: int, flag: str) -> None:
+    def _check_size(self, size: object, where: str = "") -> None:
+        if not _is_int(size) or size > MAX_DEVICE_BUFFER_SIZE:
+            raise ValueError(
+                f"device_buffer_size={size!r}{where} must be an integer in "
+                f"1..{MAX_DEVICE_BUFFER_SIZE} (lru_slots is int16); change "
+                "--device-buffer-size, or lower --top-k"
+            )
+        self._check_top_k_fits(size, "--device-buffer-size", where)
+
+    def _check_top_k_fits(self, size: int, flag: str, where: str = "") -> None:
         if size < self.top_k:
             raise ValueError(
-                f"top_k={self.top_k} > device_buffer_size={size}: one step's records must fit into "
-                f"the device cache; raise {flag} or lower --top-k"
+                f"top_k={self.top_k} > device_buffer_size={size}{where}: one step's records must "
+                f"fit into the device cache; raise {flag} or lower --top-k"
             )
 
-    def device_buffer_size_for(self, num_layers: int, record_bytes: int) -> int:
-        """B for a model of `num_layers` layers and records of `record_bytes` bytes.
+    def device_buffer_sizes_for(self, num_layers: int, record_bytes: int) -> tuple[int, ...]:
+        """B of each layer, for a model of `num_layers` layers and records of `record_bytes` bytes.
 
-        Raises ValueError if `cache_size_mb` holds fewer than `top_k` records per layer.
+        Raises ValueError if `cache_size_mb` holds fewer than `top_k` records per layer, or if there
+        are not as many B as layers.
         """
         if self.cache_size_mb is None:
-            return self.device_buffer_size
+            return sizes_of_layers(self.device_buffer_size, num_layers)
         records = int(self.cache_size_mb * 2**20) // (num_layers * record_bytes)
         size = min(records - 1, MAX_DEVICE_BUFFER_SIZE)  # one slot is the newest token's
         self._check_top_k_fits(size, f"--cache-size-mb ({self.cache_size_mb:g})")
-        return size
+        return (size,) * num_layers
 
     @classmethod
     def from_json(cls, text: str) -> HiSparseConfig:
@@ -129,6 +143,37 @@ class HiSparseConfig:
         if unknown:
             raise ValueError(f"--hisparse-config: unknown keys {unknown}; known are {known}")
         return cls(**values)
+
+
+def sizes_of_layers(device_buffer_size: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """B of each layer, from one for all of them or one for each.
+
+    Raises ValueError if there are not as many as layers.
+    """
+    if isinstance(device_buffer_size, Integral):
+        return (int(device_buffer_size),) * num_layers
+    sizes = tuple(map(int, device_buffer_size))
+    if len(sizes) != num_layers:
+        raise ValueError(
+            f"--device-buffer-size: got {len(sizes)} sizes for {num_layers} layers; give one, or "
+            "one for each layer"
+        )
+    return sizes
+
+
+def parse_device_buffer_size(text: str) -> int | tuple[int, ...]:
+    """What --device-buffer-size says: "512" is 512, "512,768" is (512, 768), one per layer.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        sizes = tuple(map(int, text.split(",")))
+    except ValueError:
+        raise ValueError(
+            f"--device-buffer-size {text!r} is neither a number nor a list, like 512,768, of one "
+            "per layer"
+        ) from None
+    return sizes if len(sizes) > 1 else sizes[0]
 
 
 def choose_device(

@@ -49,6 +49,8 @@ class LLM:
     hbm_budget_gib: device memory for KV records, selector state and tables; see `capacity.py`.
         None: as much as max_running_requests requests of max_model_len tokens need.
     enforce_eager: no CUDA graphs.
+    enable_prefix_sharing: a prompt that begins like a running request's shares its host pages, and
+        computes what differs; see `prefix.py`.
     max_prefill_tokens: how many prompt tokens are prefilled before it is the others' turn to decode
         (8192): more is better for throughput, less for the time between their tokens.
     seed: for requests that bring none of their own.
@@ -73,6 +75,7 @@ class LLM:
         max_running_requests: int | None = None,
         hbm_budget_gib: float | None = None,
         enforce_eager: bool = False,
+        enable_prefix_sharing: bool = True,
         max_prefill_tokens: int | None = None,
         seed: int = 0,
         checked: bool = False,
@@ -106,7 +109,12 @@ class LLM:
             checked=checked,
         )
         decode = DecodeStep(self.runner, enforce_eager=enforce_eager, progress=use_tqdm)
-        self.scheduler = Scheduler(self.runner, decode, max_prefill_tokens)
+        self.scheduler = Scheduler(
+            self.runner,
+            decode,
+            max_prefill_tokens,
+            enable_prefix_sharing=enable_prefix_sharing,
+        )
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **settings) -> LLM:

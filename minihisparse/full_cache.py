@@ -15,6 +15,7 @@ from minihisparse.batch import Batch
 from minihisparse.extents import ExtentPool
 from minihisparse.kernels.resolve_torch import check_positions
 from minihisparse.kv_cache import KVCache, pad_rows
+from minihisparse.prefix import Prefix
 
 
 class FullCache(KVCache):
@@ -59,7 +60,8 @@ class FullCache(KVCache):
         tokens = min(self.max_model_len, self.slots.num_units)
         return tokens, "the device", "--hbm-budget-gib"
 
-    def _reserve(self, row: int, num_tokens: int) -> None:
+    def _reserve(self, row: int, num_tokens: int, prefix: Prefix | None) -> None:
+        """A prefix is copied: slots of one request lie side by side, so they cannot be shared."""
         if num_tokens > self.max_model_len:
             raise ValueError(
                 f"{num_tokens} tokens are more than a request may have, {self.max_model_len}; "
@@ -71,6 +73,15 @@ class FullCache(KVCache):
                 f"{num_tokens} in one piece are needed; raise --hbm-budget-gib, or lower "
                 "--max-new-tokens"
             )
+        if prefix is None:
+            return
+        first, _ = self.slots.extent_of(row)
+        try:
+            for layer, records in enumerate(self.records):
+                self.read_first(layer, prefix.row, records[first : first + prefix.num_tokens])
+        except BaseException:  # Ctrl-C: nobody knows of the row yet
+            self.slots.release(row)
+            raise
 
     def _clear(self, row: int) -> None:
         """What a request did not write is never read, so there is nothing to empty."""
@@ -80,6 +91,11 @@ class FullCache(KVCache):
         """The records [T, W] of a request's positions [T]."""
         first, _ = self.slots.extent_of(row)
         return self.records[layer][first + positions.long()]
+
+    def read_first(self, layer: int, row: int, records: Tensor) -> None:
+        """Copies the records of positions 0..T-1 into `records` [T, W]."""
+        first, _ = self.slots.extent_of(row)
+        records.copy_(self.records[layer][first : first + len(records)])
 
     def write_prompt(self, layer: int, row: int, records: Tensor) -> None:
         """Stores records [T, W] of positions 0..T-1."""

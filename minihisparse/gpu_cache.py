@@ -15,9 +15,13 @@ Layers that share a selection (`anchor_of`): the first of such a group is its an
 the others replay what it fetched. They have one set of tables, the anchor's, so that no admission,
 growth or abort can bring them out of step; records and host rows are each layer's own.
 
+B may differ by layer, not within a group. Slots are numbered per layer: B holds the newest. Tables
+are as wide as the largest B; what lies beyond a layer's own is as in the beginning.
+
 Cost on the device: (B + 1) * W elements per request and layer, whatever the request's length, and
-6 bytes of tables per slot, once per group. On a GPU everything that happens in a step is a kernel,
-on a CPU torch operations. A cache deliberately knows neither scores nor models, nor streams.
+6 bytes of tables per slot (of the largest B), once per group. On a GPU everything that happens in a
+step is a kernel, on a CPU torch operations. A cache deliberately knows neither scores nor models,
+nor streams.
 """
 
 from __future__ import annotations
@@ -30,9 +34,11 @@ from torch import Tensor
 
 from minihisparse.anchors import check_anchors
 from minihisparse.batch import Batch
+from minihisparse.config import sizes_of_layers
 from minihisparse.host_store import HostPool, check
 from minihisparse.kernels.resolve_torch import resolve_torch
 from minihisparse.kv_cache import KVCache, pad_rows
+from minihisparse.prefix import Prefix
 
 if TYPE_CHECKING:
     from minihisparse.kernels.replay import Replayer
@@ -48,7 +54,7 @@ class HiSparseCache(KVCache):
         host: HostPool,
         max_requests: int,
         top_k: int,
-        device_buffer_size: int,
+        device_buffer_size: int | Sequence[int],
         device: torch.device,
         checked: bool = False,
         swap_in_block_size: int | None = None,
@@ -59,36 +65,40 @@ class HiSparseCache(KVCache):
     ) -> None:
         """The caches of `max_requests` request rows, as many layers and as wide as the host pool.
 
-        top_k: positions per request in each `resolve`. swap_in_block_size: threads per block of the
-        Resolve kernel; None: by the sizes. skip_io: the no-IO oracle: all decisions are made, no
+        top_k: positions per request in each `resolve`. device_buffer_size: B, or one for each
+        layer, equal within a group. swap_in_block_size: threads per block of the Resolve kernel;
+        None: by the sizes. skip_io: the no-IO oracle: all decisions are made, no
         record is fetched, and outputs are wrong. kernels: work with kernels (simulated on a CPU) or
         with torch; None: kernels on a GPU. anchor_of: per layer the one whose selection it uses,
         itself if it is an anchor; such layers `replay`. None: every layer resolves. replay_blocks:
         see `Replayer`.
-        Raises ValueError if anchor_of is not right, ValueError or RuntimeError if the GPU cannot
-        run the kernels.
+        Raises ValueError if anchor_of or the number of sizes is not right, ValueError or
+        RuntimeError if the GPU cannot run the kernels.
         """
         num_layers, _, record_width = host.records.shape
         super().__init__(num_layers, max_requests, device, checked)
         self.host = host
-        self.device_buffer_size = device_buffer_size
+        self.device_buffer_sizes = sizes_of_layers(device_buffer_size, num_layers)
+        self.device_buffer_size = max(self.device_buffer_sizes)  # the width of the tables
         self.top_k = top_k
         self.skip_io = skip_io
         self.anchor_of = check_anchors(anchor_of, num_layers)
+        check_lockstep(self.device_buffer_sizes, self.anchor_of)
         anchors = sorted(set(self.anchor_of))
         self._table_of = [anchors.index(anchor) for anchor in self.anchor_of]
         self._counters = torch.zeros(len(anchors), 3, dtype=torch.int64, device=device)
-        shape = (max_requests, device_buffer_size + 1, record_width)
         # What is never fetched is read all the same, and should be numbers.
         empty = torch.zeros if skip_io else torch.empty
         self.records = [
-            empty(shape, dtype=host.records.dtype, device=device) for _ in range(num_layers)
+            empty((max_requests, size + 1, record_width), dtype=host.records.dtype, device=device)
+            for size in self.device_buffer_sizes
         ]
         rows = torch.arange(max_requests, dtype=torch.int64, device=device)
-        self.first_slot = rows * (device_buffer_size + 1)
-        shape = (len(anchors), max_requests, device_buffer_size)
+        self._first_slots = {size: rows * (size + 1) for size in set(self.device_buffer_sizes)}
+        width = self.device_buffer_size
+        shape = (len(anchors), max_requests, width)
         self._tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
-        self._initial_order = torch.arange(device_buffer_size, dtype=torch.int16, device=device)
+        self._initial_order = torch.arange(width, dtype=torch.int16, device=device)
         self._lru_slots = self._initial_order.repeat(len(anchors), max_requests, 1)
         self.top_k_device_locs: Tensor | None = None  # [R, K] int32, the answer shared by a group
         self._resolved: int | None = None  # the layer of the last resolve
@@ -103,7 +113,7 @@ class HiSparseCache(KVCache):
             self._resolver = Resolver(
                 max_requests=max_requests,
                 top_k=top_k,
-                device_buffer_size=device_buffer_size,
+                device_buffer_size=width,
                 record_bytes=record_width * host.records.dtype.itemsize,
                 req_to_host_pool=host.req_to_host_pool,
                 page_size=host.page_size,
@@ -118,7 +128,7 @@ class HiSparseCache(KVCache):
 
                 self._replayer = Replayer(
                     self._resolver.miss_plan,
-                    device_buffer_size=device_buffer_size,
+                    device_buffer_size=width,
                     record_bytes=self._resolver.record_bytes,
                     replay_blocks=replay_blocks,
                 )
@@ -135,17 +145,19 @@ class HiSparseCache(KVCache):
 
         Layers that share a selection share them: they are the anchor's own, not copies.
         """
-        table = self._table_of[layer]
-        return self._tokens[table], self._lru_slots[table]
+        table, size = self._table_of[layer], self.device_buffer_sizes[layer]
+        return self._tokens[table, :, :size], self._lru_slots[table, :, :size]
 
     @property
     def device_buffer_tokens(self) -> Tensor:
-        """[L, max_requests, B] int32: the position in each slot, -1 if none; to be read only."""
+        """[L, max_requests, largest B] int32: the position in each slot, -1 if none, also where a
+        layer has no such slot; to be read only."""
         return self._of_all_layers(self._tokens)
 
     @property
     def lru_slots(self) -> Tensor:
-        """[L, max_requests, B] int16: the slots, least recent first; to be read only."""
+        """[L, max_requests, largest B] int16: the slots, least recent first, and what lies beyond
+        a layer's B; to be read only."""
         return self._of_all_layers(self._lru_slots)
 
     @property
@@ -155,6 +167,9 @@ class HiSparseCache(KVCache):
 
     def reset_counters(self) -> None:
         self._counters.zero_()
+
+    def first_slots(self, layer: int) -> Tensor:
+        return self._first_slots[self.device_buffer_sizes[layer]]
 
     def has_own_tables(self, layer: int) -> bool:
         return self.anchor_of[layer] == layer
@@ -179,12 +194,12 @@ class HiSparseCache(KVCache):
     def metadata_bytes(self) -> int:
         """Device bytes of the tables: slots, LRU order, host pages, and the kernel's own."""
         tables = (self._tokens, self._lru_slots, self.host.req_to_host_pool)
-        tables += (self.first_slot, self._counters, self._initial_order)
+        tables += (*self._first_slots.values(), self._counters, self._initial_order)
         kernel_bytes = self._resolver.device_bytes if self._resolver else 0
         return sum(table.nbytes for table in tables) + kernel_bytes
 
-    def _reserve(self, row: int, num_tokens: int) -> None:
-        self.host.allocate(row, num_tokens)
+    def _reserve(self, row: int, num_tokens: int, prefix: Prefix | None) -> None:
+        self.host.allocate(row, num_tokens, prefix)
 
     @property
     def longest_request(self) -> tuple[int, str, str]:
@@ -196,25 +211,30 @@ class HiSparseCache(KVCache):
         self._tokens[:, row] = -1
         self._lru_slots[:, row] = self._initial_order
 
+    def read_first(self, layer: int, row: int, records: Tensor) -> None:
+        """Copies the records of positions 0..T-1 into `records` [T, W], on the device."""
+        self.host.read_first(layer, row, records)
+
     def write_prompt(self, layer: int, row: int, records: Tensor) -> None:
         """Stores records [T, W] of positions 0..T-1 in the host pool; if T <= B, in slots 0..T-1
-        too.
+        too. In pages that the row shares with another they are already.
 
         A longer prompt starts with empty slots (upstream's rule), so its first step is all misses.
         """
-        num_tokens = len(records)
+        num_tokens, shared = len(records), self.host.num_shared_tokens_of(row)
         positions = torch.arange(num_tokens, device=self.device)
         if self._resolver:
             self._write_kernels.write_prompt(
-                records,
-                self.host.req_to_host_pool[row],
+                records[shared:],
+                self.host.req_to_host_pool[row, shared // self.host.page_size :],
                 self.host.page_size,
                 self.host.records[layer],
             )
         else:
             requests = torch.full_like(positions, row)
-            self.host.write(layer, self.host.host_rows_of(requests, positions), records)
-        if num_tokens <= self.device_buffer_size:
+            host_rows = self.host.host_rows_of(requests, positions)
+            self.host.write(layer, host_rows[shared:], records[shared:])
+        if num_tokens <= self.device_buffer_sizes[layer]:
             self.records[layer][row, :num_tokens] = records
             tokens, _ = self.tables(layer)
             tokens[row, :num_tokens] = positions.int()
@@ -225,14 +245,14 @@ class HiSparseCache(KVCache):
         records [R, W]. Position S-1 goes to slot S-1 while S <= B, and to slot B afterwards.
         Layers that share a table enter the same position in it, one after the other.
         """
-        tokens, _ = self.tables(layer)
+        num_slots = self.device_buffer_sizes[layer]
         if self._resolver:
             self._write_kernels.write_through(
                 records,
                 *batch.tensors,
-                tokens,
+                self._tokens[self._table_of[layer]],
                 self.records[layer],
-                self.device_buffer_size,
+                num_slots,
                 self.host.req_to_host_pool,
                 self.host.page_size,
                 self.host.records[layer],
@@ -240,13 +260,14 @@ class HiSparseCache(KVCache):
             return
         batch, records = batch.real, records[: batch.num_real_reqs]
         rows, positions = batch.req_pool_indices, batch.positions
-        slots = positions.clamp(max=self.device_buffer_size)
+        slots = positions.clamp(max=num_slots)
         self.records[layer][rows, slots] = records
         self.host.write(layer, self.host.host_rows_of(rows, positions), records)
 
-        if batch.min_seq_len > self.device_buffer_size:
+        if batch.min_seq_len > num_slots:
             return  # nobody grows any more: slot B is in no table
-        growing = slots < self.device_buffer_size
+        tokens, _ = self.tables(layer)
+        growing = slots < num_slots
         slots = torch.where(growing, slots, 0)  # who does not grow rewrites slot 0 as it is
         tokens[rows, slots] = torch.where(growing, positions.int(), tokens[rows, slots])
 
@@ -263,23 +284,25 @@ class HiSparseCache(KVCache):
                 "Resolve of its own, see replay"
             )
         self._resolved = None  # until it is
-        tokens, lru_slots = self.tables(layer)
-        counters = self._counters[self._table_of[layer]]
+        table = self._table_of[layer]
+        counters = self._counters[table]
         if self._resolver:
             self.top_k_device_locs = self._resolver.resolve(
                 positions,
                 *batch.tensors,
-                device_buffer_tokens=tokens,
-                lru_slots=lru_slots,
+                device_buffer_tokens=self._tokens[table],
+                lru_slots=self._lru_slots[table],
                 host_records=self.host.records[layer],
                 records=self.records[layer],
                 counters=counters,
+                num_slots=self.device_buffer_sizes[layer],
             )
             self._resolved = layer
             return self.top_k_device_locs
         num_rows, positions = len(positions), positions[: batch.num_real_reqs]
         batch = batch.real
         rows = batch.req_pool_indices
+        tokens, lru_slots = self.tables(layer)
         done = resolve_torch(
             positions,
             batch.seq_lens,
@@ -288,7 +311,7 @@ class HiSparseCache(KVCache):
             checked=self.checked,
         )
         if not self.skip_io:
-            plan = self._miss_plan(rows, positions, done.slots, done.fetch)
+            plan = self._miss_plan(layer, rows, positions, done.slots, done.fetch)
             self._fetch(layer, plan)
             self._plan = plan if self.has_shared_layers else None
         tokens.index_copy_(0, rows, done.tokens)
@@ -323,16 +346,17 @@ class HiSparseCache(KVCache):
             batch.num_real_reqs_tensor,
             host_records=self.host.records[layer],
             records=self.records[layer],
+            num_slots=self.device_buffer_sizes[layer],
         )
 
     def _miss_plan(
-        self, rows: Tensor, positions: Tensor, slots: Tensor, fetch: Tensor
+        self, layer: int, rows: Tensor, positions: Tensor, slots: Tensor, fetch: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Of the missed records, host rows and slots, the latter counted from request row 0."""
         missed = fetch.flatten().nonzero()[:, 0]  # indices into [R * K]
         requests = rows.index_select(0, missed // fetch.shape[1])
         host_rows = self.host.host_rows_of(requests, positions.flatten().index_select(0, missed))
-        flat_slots = requests * (self.device_buffer_size + 1)
+        flat_slots = self.first_slots(layer).index_select(0, requests)
         flat_slots += slots.flatten().index_select(0, missed)
         return host_rows, flat_slots
 
@@ -351,8 +375,15 @@ class HiSparseCache(KVCache):
         """
         self.host.check_integrity()
         check(self.host.owners == self.rows, "request rows and owners of host pages differ")
-        ordered = self._lru_slots.long().sort(dim=-1).values
-        check(bool((ordered == self._initial_order).all()), "lru_slots is not a permutation")
+        for layer, size in enumerate(self.device_buffer_sizes):
+            _, lru_slots = self.tables(layer)
+            ordered = lru_slots.long().sort(dim=-1).values
+            right = bool((ordered == self._initial_order[:size]).all())
+            check(right, f"layer {layer}: lru_slots is not a permutation")
+            table = self._table_of[layer]
+            beyond = (self._lru_slots[table, :, size:] == self._initial_order[size:]).all()
+            beyond &= (self._tokens[table, :, size:] == -1).all()
+            check(bool(beyond), f"layer {layer}: its tables have changed beyond its {size} slots")
         for row in range(self.max_requests):
             for layer in range(self.num_layers):
                 tokens = self.tables(layer)[0][row]
@@ -374,6 +405,17 @@ class HiSparseCache(KVCache):
                     self.host.read(layer, host_rows)
                 )
                 check(bool(same.all()), f"{where}: a slot differs from its host row")
+
+
+def check_lockstep(sizes: Sequence[int], anchor_of: Sequence[int] | None) -> None:
+    """Raises ValueError if a layer has not as many slots (`sizes`, per layer) as its anchor."""
+    for layer, anchor in enumerate(anchor_of or ()):
+        if sizes[layer] != sizes[anchor]:
+            raise ValueError(
+                f"layer {layer} has {sizes[layer]} slots and its anchor, layer {anchor}, "
+                f"{sizes[anchor]}, but they are prefetched in lockstep: make them equal in "
+                "--device-buffer-size, or pass --no-enable-layer-prefetch"
+            )
 
 
 def bits(records: Tensor) -> Tensor:

@@ -7,7 +7,12 @@ Upstream names: req_to_host_pool. A request owns whole pages of `page_size` rows
 lies in host row `req_to_host_pool[request, p // page_size] * page_size + p % page_size`, in every
 layer.
 
-Invariants: a page has one owner or is free; a request that is refused leaves everything as it was.
+Requests with a common prefix share its whole pages (`prefix.py`): a page is free again when its
+last user has left. A page that is common in part is copied.
+
+Invariants: a page is free or has users, as many as are counted; nobody writes into a page that has
+several, because what comes after the prefix is in pages of the request's own; a request that is
+refused, or interrupted while its prefix is copied, leaves everything as it was.
 Cost: num_layers * host_rows * W elements of host memory (pinned if the device is a GPU), 4 bytes
 per page and request on the device. It deliberately does not know what is cached on the device.
 """
@@ -17,17 +22,25 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections import deque
+from collections import Counter, deque
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from minihisparse.prefix import Prefix
 
 ALIGNMENT = 4096  # bytes: a page
 
 
 class HostPool:
-    """Pages of KV records in host memory, and who owns them."""
+    """Pages of KV records in host memory, and who owns them.
+
+    num_shared_pages: how often a page was given to one more user. peak_pages: most in use at once;
+    peak_saved_pages: most at once that would be in use besides, if nothing were shared.
+    """
 
     def __init__(
         self,
@@ -57,6 +70,20 @@ class HostPool:
         )
         self._free = deque(range(num_pages))
         self._pages: dict[int, list[int]] = {}
+        self._num_users = [0] * num_pages
+        self._num_shared: dict[int, int] = {}  # pages that a request was given from another's
+        self.reset_counters()
+
+    def reset_counters(self) -> None:
+        """Counts from here on; the peaks begin with what is in use."""
+        self.num_shared_pages = self.peak_pages = self.peak_saved_pages = 0
+        self._note_peaks()
+
+    def _note_peaks(self) -> None:
+        in_use = self.num_pages - len(self._free)
+        saved = sum(map(len, self._pages.values())) - in_use
+        self.peak_pages = max(self.peak_pages, in_use)
+        self.peak_saved_pages = max(self.peak_saved_pages, saved)
 
     @property
     def num_free_tokens(self) -> int:
@@ -64,7 +91,12 @@ class HostPool:
 
     @property
     def bytes_used(self) -> int:
-        return self.records.nbytes // self.num_pages * (self.num_pages - len(self._free))
+        return self.page_bytes * (self.num_pages - len(self._free))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, all layers."""
+        return self.records.nbytes // self.num_pages
 
     @property
     def owners(self) -> set[int]:
@@ -80,35 +112,74 @@ class HostPool:
         """Positions that the request's pages have room for; 0 if it owns none."""
         return len(self._pages.get(request, ())) * self.page_size
 
-    def allocate(self, request: int, num_tokens: int) -> None:
+    def num_shared_tokens_of(self, request: int) -> int:
+        """Positions in pages that it was given from another request: it must not write there."""
+        return self._num_shared.get(request, 0) * self.page_size
+
+    def allocate(self, request: int, num_tokens: int, prefix: Prefix | None = None) -> None:
         """Gives a request pages for `num_tokens` positions.
 
-        Raises ValueError if it owns pages already, or if the pool or its table is too small.
+        prefix: its first tokens are another's, whose records are there: their whole pages are
+            shared, and the records in the last one, if it is common in part, are copied.
+        Raises ValueError if it owns pages already, or if the pool or its table is too small, or if
+        the other request has no such prefix.
         """
-        num_pages = -(-num_tokens // self.page_size)
         if request in self._pages:
             raise ValueError(f"request row {request} owns host pages already; release it first")
-        if num_pages > len(self._free):
+        num_pages = -(-num_tokens // self.page_size)
+        num_shared, num_rows_to_copy, donor = 0, 0, []
+        if prefix is not None:
+            if prefix.num_tokens > min(num_tokens, self.num_tokens_of(prefix.row)):
+                raise ValueError(
+                    f"{prefix.num_tokens} tokens cannot be shared: request row {prefix.row} has "
+                    f"room for {self.num_tokens_of(prefix.row)}, the new one for {num_tokens}"
+                )
+            donor = self._pages[prefix.row]
+            num_shared, num_rows_to_copy = divmod(prefix.num_tokens, self.page_size)
+        num_own = num_pages - num_shared
+        if num_own > len(self._free):
             raise ValueError(
                 f"the host pool has {self.num_free_tokens} tokens free of "
-                f"{self.num_pages * self.page_size}, {num_tokens} are needed; "
-                "raise --host-to-device-ratio, or lower --max-new-tokens"
+                f"{self.num_pages * self.page_size}, {num_tokens - num_shared * self.page_size} "
+                "are needed; raise --host-to-device-ratio, or lower --max-new-tokens"
             )
         if num_pages > self.req_to_host_pool.shape[1]:
             limit = self.req_to_host_pool.shape[1] * self.page_size
             raise ValueError(
-                f"{num_tokens} tokens are more than a request may have, {limit}; "
-                "raise --max-model-len"
+                f"{num_tokens} tokens are more than a request may have, {limit}; raise "
+                "--max-model-len"
             )
-        pages = [self._free.popleft() for _ in range(num_pages)]
+        pages = donor[:num_shared] + list(islice(self._free, num_own))
+        if num_rows_to_copy:  # into a page that is still free: whoever interrupts changes nothing
+            self._copy_rows(donor[num_shared], pages[num_shared], num_rows_to_copy)
+        for _ in range(num_own):
+            self._free.popleft()
+        for page in pages:
+            self._num_users[page] += 1
         self._pages[request] = pages
+        self._num_shared[request] = num_shared
+        self.num_shared_pages += num_shared
+        self._note_peaks()
         self.req_to_host_pool[request, :num_pages] = torch.tensor(pages, dtype=torch.int32)
 
+    def _copy_rows(self, source: int, target: int, num_rows: int) -> None:
+        """Copies the first rows of a page, all layers."""
+        if self.req_to_host_pool.is_cuda:  # a kernel may still write them, or read what was there
+            torch.cuda.synchronize(self.req_to_host_pool.device)
+        source, target = source * self.page_size, target * self.page_size
+        self.records[:, target : target + num_rows] = self.records[:, source : source + num_rows]
+
     def release(self, request: int) -> None:
-        """Takes the request's pages back. Raises ValueError if it owns none."""
+        """Takes the request's pages back, but for those that others use. Raises ValueError if it
+        owns none.
+        """
         if request not in self._pages:
             raise ValueError(f"request row {request} owns no host pages")
-        self._free.extend(self._pages.pop(request))
+        for page in self._pages.pop(request):
+            self._num_users[page] -= 1
+            if not self._num_users[page]:
+                self._free.append(page)
+        del self._num_shared[request]
         self.req_to_host_pool[request] = -1
 
     def host_rows_of(self, requests: Tensor, positions: Tensor) -> Tensor:
@@ -125,11 +196,38 @@ class HostPool:
         """Stores records [N, W] in host rows [N]."""
         self.records[layer].index_copy_(0, host_rows.cpu(), records.to("cpu"))
 
+    def read_first(self, layer: int, request: int, records: Tensor) -> None:
+        """Copies the records of positions 0..T-1 of a request into `records` [T, W], on any device.
+
+        One copy for pages that lie side by side; on a GPU in the order of the current stream.
+        """
+        size, num_tokens = self.page_size, len(records)
+        if not num_tokens:
+            return
+        pages = np.array(self._pages[request][: -(-num_tokens // size)])
+        runs = np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1)
+        start = 0
+        for run in runs:
+            end = min(start + len(run) * size, num_tokens)
+            row = int(run[0]) * size
+            source = self.records[layer, row : row + end - start]
+            records[start:end].copy_(source, non_blocking=True)
+            start = end
+
     def check_integrity(self) -> None:
-        """Raises AssertionError if a page has two owners or is lost, or if the table disagrees."""
-        owned = [page for pages in self._pages.values() for page in pages]
-        everything = sorted(owned + list(self._free))
-        check(everything == list(range(self.num_pages)), "a host page is lost or owned twice")
+        """Raises AssertionError if a page is lost or its users are miscounted, or if the table
+        disagrees.
+        """
+        users = Counter(page for pages in self._pages.values() for page in set(pages))
+        num_owned = sum(len(pages) for pages in self._pages.values())
+        everything = sorted([*users, *self._free])
+        counts = [users[page] for page in range(self.num_pages)]
+        check(
+            everything == list(range(self.num_pages))
+            and counts == self._num_users
+            and num_owned == sum(counts),
+            "a host page is lost or owned twice",
+        )
         table = self.req_to_host_pool.tolist()
         for request, row in enumerate(table):
             pages = self._pages.get(request, [])

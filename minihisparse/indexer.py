@@ -136,6 +136,10 @@ class DSASelector(Selector):
         return SelectorSize(1, anchors * key_bytes, 8 + row, fixed)
 
     @property
+    def unit_state(self) -> tuple[Tensor, ...]:
+        return (self.keys,) if self.scales is None else (self.keys, self.scales)
+
+    @property
     def state_bytes(self) -> int:
         scales = 0 if self.scales is None else self.scales.nbytes
         own = self._kernels.device_bytes if self._kernels else self._angles.nbytes

@@ -1,10 +1,12 @@
 """What both caches share: the interface through which the rest of the engine sees KV.
 
     row = cache.admit(num_tokens)                    a request comes; refused: ValueError, no change
+    cache.read_first(layer, row, records)            a shared prefix's records, before its prefill
     cache.write_prompt(layer, row, records)          its prompt's records, layer by layer
     cache.write_through(layer, records, batch)       each step: the newest record of each request
     slots = cache.resolve(layer, positions, batch)   each step: selected positions -> slots
-    cache.slot_records(layer)                        [N, W]: slot s of row r is first_slot[r] + s
+    cache.slot_records(layer)                        [N, W]: the records of all its slots
+    first = cache.first_slots(layer)                 [max_requests]: slot s of row r is first[r] + s
     cache.release(row)                               the request leaves, finished or aborted
 
 `HiSparseCache` (gpu_cache.py) and `FullCache` (full_cache.py) differ in exactly one thing: what
@@ -19,12 +21,14 @@ import torch
 from torch import Tensor
 
 from minihisparse.host_store import HostPool
+from minihisparse.prefix import Prefix
 
 
 class KVCache:
     """What both caches share: who holds which request row, and how a record is found.
 
-    first_slot: [max_requests] int64, where a row's slots begin in `slot_records`.
+    first_slot: [max_requests] int64, where a row's slots begin, if it is the same in all layers;
+        what holds for either cache is `first_slots`.
     counters: [L, 3] int64, hits, misses and evictions; None where there is nothing to count.
     """
 
@@ -41,9 +45,10 @@ class KVCache:
         self.checked = checked
         self.rows: set[int] = set()
 
-    def admit(self, num_tokens: int) -> int:
+    def admit(self, num_tokens: int, prefix: Prefix | None = None) -> int:
         """Takes the lowest free request row, with room for `num_tokens` positions.
 
+        prefix: the first of them are another request's, and their records are there already.
         Raises ValueError if there is no row or no room; then nothing has changed.
         """
         row = next((r for r in range(self.max_requests) if r not in self.rows), None)
@@ -51,7 +56,7 @@ class KVCache:
             raise ValueError(
                 f"all {self.max_requests} request rows are taken; raise --max-running-requests"
             )
-        self._reserve(row, num_tokens)
+        self._reserve(row, num_tokens, prefix)
         self.rows.add(row)
         return row
 
@@ -69,6 +74,10 @@ class KVCache:
     def slot_records(self, layer: int) -> Tensor:
         """[N, W]: the records of all slots, all request rows."""
         return self.records[layer].flatten(0, -2)
+
+    def first_slots(self, layer: int) -> Tensor:
+        """[max_requests] int64: where each row's slots begin in `slot_records`."""
+        return self.first_slot
 
     @property
     def record_bytes(self) -> int:

@@ -190,6 +190,11 @@ class NSASelector(Selector):
         )
 
     @property
+    def unit_state(self) -> tuple[Tensor, ...]:
+        """The sums are of a block that is not whole."""
+        return (self.records,)
+
+    @property
     def state_bytes(self) -> int:
         own = self._top_blocks.device_bytes if self._top_blocks else 0
         return self.records.nbytes + self.sums.nbytes + self.extents.first.nbytes + own

@@ -106,6 +106,10 @@ class QuestSelector(Selector):
         )
 
     @property
+    def unit_state(self) -> tuple[Tensor, ...]:
+        return (self.bounds,)
+
+    @property
     def state_bytes(self) -> int:
         kernel_bytes = self._kernels.device_bytes if self._kernels else 0
         return self.bounds.nbytes + self.extents.first.nbytes + kernel_bytes

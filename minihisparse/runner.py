@@ -14,7 +14,8 @@ A layer that shares another one's selection does not select. With prefetch it do
 either: it waits for the records that its anchor has sent for (`prefetcher.py`).
 
 Prefill runs all chunks of the prompt through layer 0, then layer 1, and so on: each KV byte crosses
-the bus once. The device holds the hidden states of the prompt and the KV of one layer.
+the bus once. The device holds the hidden states of the prompt and the KV of one layer. What the
+prompt shares with another (`prefix.py`) is not computed: its KV is read back, layer by layer.
 
 A runner deliberately does not know requests, sampling, or which of the two caches it has.
 """
@@ -22,7 +23,8 @@ A runner deliberately does not know requests, sampling, or which of the two cach
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,6 +38,7 @@ from minihisparse.gpu_cache import HiSparseCache
 from minihisparse.kv_cache import KVCache
 from minihisparse.model import AttentionInputs, Decoder
 from minihisparse.prefetcher import Prefetcher
+from minihisparse.prefix import Prefixes
 from minihisparse.selector import Selector
 
 if TYPE_CHECKING:
@@ -69,10 +72,12 @@ class Runner:
         self.cache = cache
         self.selector = selector
         self.num_layers = model.config.num_hidden_layers
+        self.prefixes = Prefixes()
         self.prefetcher: Prefetcher | None = None
         if isinstance(cache, HiSparseCache) and cache.has_shared_layers:
             self.prefetcher = Prefetcher(cache)
         self._positions: Tensor | None = None  # what the last anchor selected
+        self.tap: Tensor | None = None  # [max_requests, L, K] int32: gets what anchors select
         self._attention: DecodeAttention | None = None
         if model.device.type == "cuda" if kernels is None else kernels:
             from minihisparse.kernels.attention import DecodeAttention
@@ -88,17 +93,26 @@ class Runner:
             )
             self._attention.load()
 
-    def admit(self, num_tokens: int) -> int:
+    def admit(self, num_tokens: int, prompt_ids: Sequence[int] | None = None) -> int:
         """Takes a request row with room for `num_tokens` positions in cache and selector.
 
+        prompt_ids: the prompt that will be prefilled, if its beginning may be shared with requests
+            that were admitted with theirs (`prefix.py`); None: nothing is shared.
         Raises ValueError, and nothing has changed, if one of them has no room; it says which.
         """
-        row = self.cache.admit(num_tokens)
-        try:
+        prefix = None
+        if prompt_ids is not None:
+            prefix = self.prefixes.find(prompt_ids, self.selector.unit_tokens)
+        with ExitStack() as undo:  # on Ctrl-C too
+            row = self.cache.admit(num_tokens, prefix)
+            undo.callback(self.cache.release, row)
             self.selector.admit(row, num_tokens)
-        except ValueError:
-            self.cache.release(row)
-            raise
+            undo.callback(self.selector.release, row)
+            if prefix is not None:
+                self.selector.copy_prefix(row, prefix)
+            if prompt_ids is not None:
+                self.prefixes.admit(row, prompt_ids, prefix)
+            undo.pop_all()
         return row
 
     def use_selector(self, selector: Selector) -> None:
@@ -107,6 +121,7 @@ class Runner:
         Where the two share selections in other ways, prefetch ends.
         """
         self.selector = selector
+        self.prefixes.clear()  # it has no state of theirs
         if self.prefetcher and selector.anchor_of != self.cache.anchor_of:
             self.prefetcher.join()
             self.prefetcher = None
@@ -127,8 +142,38 @@ class Runner:
         """Gives the request's row back, finished or aborted."""
         if self.prefetcher:
             self.prefetcher.join()  # a step may have been broken off
+        self.prefixes.remove(row)
         self.selector.release(row)
         self.cache.release(row)
+
+    def prefix_report(self) -> dict:
+        """What sharing prefixes saved so far, for JSON; with sharing off it counts all the same.
+
+        requests: prefilled. requests_sharing: of these, with a prefix of another's.
+        tokens_computed, tokens_shared: of their prompts, prefilled and not.
+        pages_shared: how often a host page was given to one more request.
+        host_bytes_peak: host pages in use at once, at most; the pool itself is allocated once and
+            larger. host_bytes_saved: most at once that was not needed, because pages were shared.
+        The last three are None for FullCache, which has no host pages.
+        """
+        prefixes, host = self.prefixes, self.cache.host
+        return {
+            "requests": prefixes.num_requests,
+            "requests_sharing": prefixes.num_sharing,
+            "tokens_computed": prefixes.num_computed,
+            "tokens_shared": prefixes.num_shared,
+            "pages_shared": None if host is None else host.num_shared_pages,
+            "host_bytes_peak": None if host is None else host.peak_pages * host.page_bytes,
+            "host_bytes_saved": None if host is None else host.peak_saved_pages * host.page_bytes,
+        }
+
+    def reset_counters(self) -> None:
+        """Counts hits, misses and what `prefix_report` says anew, from here on."""
+        self.prefixes.reset_counters()
+        if self.cache.counters is not None:
+            self.cache.reset_counters()
+        if self.cache.host is not None:
+            self.cache.host.reset_counters()
 
     @torch.inference_mode()
     def prefill(
@@ -136,24 +181,32 @@ class Runner:
     ) -> Tensor:
         """Runs the prompt [T] int64 of the request in `row`; logits [V] float32 of its end.
 
+        If it was admitted with its prompt, these are the same tokens, and what is shared of them
+        is not computed.
         progress: called after each layer.
         """
         model, num_tokens = self.model, len(token_ids)
-        positions = torch.arange(num_tokens, device=model.device)
+        first = self.prefixes.first_position(row)
+        positions = torch.arange(first, num_tokens, device=model.device)
         chunk_size = GPU_PREFILL_CHUNK if model.device.type == "cuda" else PREFILL_CHUNK
-        chunks = [slice(i, i + chunk_size) for i in range(0, num_tokens, chunk_size)]
-        hidden = model.embed(token_ids)  # [T, hidden], overwritten chunk by chunk
+        chunks = [slice(i, i + chunk_size) for i in range(0, num_tokens - first, chunk_size)]
+        hidden = model.embed(token_ids[first:])  # [T - first, hidden], overwritten by chunks
         width = model.config.record_width
         records = torch.empty(num_tokens, width, dtype=model.dtype, device=model.device)
         for layer in range(self.num_layers):
+            if first:
+                self.cache.read_first(layer, row, records[:first])
             for chunk in chunks:
                 inputs = model.attention_inputs(layer, hidden[chunk], positions[chunk])
-                records[chunk] = inputs.records
-                self.selector.write_prompt(layer, row, chunk.start, inputs)
-                attention = causal_attention(inputs.q, records[: chunk.start + len(inputs.q)])
+                start = first + chunk.start
+                end = start + len(inputs.q)
+                records[start:end] = inputs.records
+                self.selector.write_prompt(layer, row, start, inputs)
+                attention = causal_attention(inputs.q, records[:end])
                 hidden[chunk] = model.attention_output(layer, hidden[chunk], attention)
             self.cache.write_prompt(layer, row, records)
             progress()
+        self.prefixes.complete(row, num_tokens)
         return model.logits(hidden[-1:])[0]
 
     @torch.inference_mode()
@@ -171,7 +224,7 @@ class Runner:
         cache.write_through(layer, inputs.records, batch)
         positions = self._select(layer, inputs, batch)
         slots = self._resolve(layer, positions, batch)
-        attend = partial(self._attend, inputs.q, cache.slot_records(layer), batch)
+        attend = partial(self._attend, layer, inputs.q, batch)
         branches = self.selector.branches(layer, inputs, positions, batch)
         attention = gated_attention(attend, slots, branches) if branches else attend(slots)
         hidden = self.model.attention_output(layer, hidden, attention)
@@ -185,6 +238,8 @@ class Runner:
         if selector.anchor_of is None or selector.anchor_of[layer] == layer:
             selector.write(layer, inputs, batch)
             self._positions = selector.select(layer, inputs, batch)
+            if self.tap is not None:  # somebody records: trace_recorder.py
+                self.tap[: len(self._positions), layer] = self._positions
         elif self.cache.checked and selector.selects_in_shared_layers:
             own = selector.select(layer, inputs, batch)
             check_shared(layer, selector.anchor_of[layer], own, self._positions)
@@ -201,9 +256,10 @@ class Runner:
         self.prefetcher.start(layer, batch)
         return slots
 
-    def _attend(self, q: Tensor, records: Tensor, batch: Batch, slots: Tensor) -> Tensor:
-        """q [R, Hq, D], records [N, W], slots [R, K] -> [R, Hq, D]."""
-        first_slot, rows = self.cache.first_slot, batch.req_pool_indices
+    def _attend(self, layer: int, q: Tensor, batch: Batch, slots: Tensor) -> Tensor:
+        """q [R, Hq, D], slots [R, K] -> [R, Hq, D], over the layer's records."""
+        records, rows = self.cache.slot_records(layer), batch.req_pool_indices
+        first_slot = self.cache.first_slots(layer)
         if self._attention is None:
             return decode_attention(q, records, slots, first_slot[rows])
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -5,7 +5,8 @@
     scheduler.abort(request)      at any moment; what it held is free again
 
 A request is admitted when every budget has room for the longest that it can become: a request row,
-KV (host pages, or device slots of FullCache), and pages of the selector's state. So nothing can run
+KV (host pages, or device slots of FullCache), and pages of the selector's state. Of these only host
+pages can be shared with a running request (`prefix.py`); they are there already. So nothing can run
 out half-way. The queue is never overtaken: a long request waits until it fits and so does everybody
 behind it. What does not even fit alone is refused, with the budget that is short and the flag that
 helps.
@@ -44,16 +45,23 @@ class Scheduler:
     """
 
     def __init__(
-        self, runner: Runner, decode: DecodeStep, max_prefill_tokens: int | None = None
+        self,
+        runner: Runner,
+        decode: DecodeStep,
+        max_prefill_tokens: int | None = None,
+        *,
+        enable_prefix_sharing: bool = True,
     ) -> None:
         """max_prefill_tokens: once so many have been prefilled, it is the others' turn to decode;
-        None: 8192. Raises ValueError if it is less than 1.
+        None: 8192. Raises ValueError if it is less than 1. enable_prefix_sharing: a prompt that
+        begins as that of a running request is prefilled from there on (`prefix.py`).
         """
         if max_prefill_tokens is None:
             max_prefill_tokens = MAX_PREFILL_TOKENS
         if max_prefill_tokens < 1:
             raise ValueError(f"--max-prefill-tokens {max_prefill_tokens} is less than 1")
         self.max_prefill_tokens = max_prefill_tokens
+        self.enable_prefix_sharing = enable_prefix_sharing
         self.runner = runner
         self.decode = decode
         self.waiting: deque[Request] = deque()
@@ -64,6 +72,7 @@ class Scheduler:
         self._prefilling: Request | None = None
         self._open_step: Iterator[LayerEvent] | None = None  # somebody looks at its layers
         self._has_prefilled = False  # in the last step
+        self._is_full = False  # the next in the queue was refused, and nobody has left since
 
     @property
     def has_unfinished(self) -> bool:
@@ -141,18 +150,21 @@ class Scheduler:
         if self._has_prefilled and self.running:
             self._has_prefilled = False
             return False
-        while self.waiting and num_tokens < self.max_prefill_tokens:
+        while self.waiting and not self._is_full and num_tokens < self.max_prefill_tokens:
             request = self.waiting[0]
             try:
-                request.row = self.runner.admit(request.max_tokens)
+                shared = request.prompt_ids if self.enable_prefix_sharing else None
+                request.row = self.runner.admit(request.max_tokens, shared)
             except ValueError as error:
                 if self.running:
-                    break  # somebody will leave
+                    self._is_full = True  # somebody will leave
+                    break
                 self.waiting.popleft()
                 request.finish("error", f"prompt {request.index}: {error}")
                 continue
             self.waiting.popleft()
             num_tokens += len(request.prompt_ids)
+            num_tokens -= self.runner.prefixes.first_position(request.row)
             self._prefill(request)
         self._has_prefilled = num_tokens > 0
         return self._has_prefilled or not self.running
@@ -214,6 +226,7 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         """Removes a request that has ended, and gives back what it holds."""
+        self._is_full = False
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:

@@ -1,6 +1,7 @@
 """What a sparse selector is: which positions a decode step reads, and nothing of where KV lives.
 
     selector.admit(row, num_tokens)                 room for a request's state; refused: ValueError
+    selector.copy_prefix(row, prefix)               its prompt begins as another's: no computation
     selector.write_prompt(layer, row, first, inputs)    each chunk of its prompt, layer by layer
     selector.write(layer, inputs, batch)            each step: the newest token of each request
     positions = selector.select(layer, inputs, batch)   each step: [R, K] int32
@@ -29,6 +30,7 @@ from minihisparse.attention import Branches
 from minihisparse.batch import Batch
 from minihisparse.extents import ExtentPool
 from minihisparse.model import AttentionInputs
+from minihisparse.prefix import Prefix
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Selector(ABC):
     """
 
     unit_name = "units"  # for messages
+    unit_tokens = 1
     anchor_of: tuple[int, ...] | None = None
     selects_in_shared_layers = False  # whether `select` can be asked there, to compare
 
@@ -114,6 +117,20 @@ class Selector(ABC):
                 f"{self.unit_name} free, {num_units} in one piece are needed for {num_tokens} "
                 "tokens; raise --hbm-budget-gib, or lower --max-new-tokens"
             )
+
+    def copy_prefix(self, row: int, prefix: Prefix) -> None:
+        """Copies the state of the first tokens of another request, a whole number of units, to
+        `row`. From then on the other may end.
+        """
+        num_units = prefix.num_tokens // self.unit_tokens
+        for state in self.unit_state:
+            source, target = (self.extents.extent_of(r)[0] for r in (prefix.row, row))
+            state[:, target : target + num_units] = state[:, source : source + num_units]
+
+    @property
+    def unit_state(self) -> tuple[Tensor, ...]:
+        """The state, [layers, units, ...] each: all there is of a whole unit."""
+        return ()
 
     def release(self, row: int) -> None:
         self.extents.release(row)

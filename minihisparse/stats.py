@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 import minihisparse
 from minihisparse.decode_step import DecodeStep
 from minihisparse.kv_cache import KVCache
+from minihisparse.runner import Runner
 from minihisparse.selector import Selector
 
 
@@ -160,6 +161,25 @@ def memory_report(
         "full_kv_bytes": sum(num_tokens) * cache.num_layers * cache.record_bytes,
         **held,
     }
+
+
+def report_run(
+    report: dict,
+    runner: Runner,
+    timings: Timings,
+    workspace: Workspace,
+    num_tokens: Sequence[int],
+    step: DecodeStep | None = None,
+) -> None:
+    """Puts into a command's report what a run of its runner cost: times, cache, memory, prefix.
+
+    In place, and times first: they are reported also where a broken device gives no counters.
+    num_tokens, step: as in `memory_report`.
+    """
+    report.update(timings.report())
+    report["cache"] = cache_report(runner.cache)
+    report["memory"] = memory_report(runner.cache, runner.selector, workspace, num_tokens, step)
+    report["prefix"] = runner.prefix_report()
 
 
 def environment_report(command: str, device: torch.device, dtype: torch.dtype, seed: int) -> dict:

@@ -47,6 +47,7 @@ class Lockstep:
     first_difference: None while everything was equal. max_abs_diff: over all logits; inf if one
     of two is no number. use_graphs: whether steps are replayed, and compared as wholes.
     timings: per runner, "full" and "hisparse", each timed alone. tokens: per request, greedy.
+    enable_prefix_sharing: in both, with the requests before; so both compute the same chunks.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Lockstep:
         check_integrity: bool = True,
         *,
         enforce_eager: bool = False,
+        enable_prefix_sharing: bool = True,
         use_tqdm: bool = False,
     ) -> None:
         self.runners = {"full": full, "hisparse": hisparse}
@@ -65,6 +67,7 @@ class Lockstep:
                 name: DecodeStep(runner, progress=use_tqdm) for name, runner in self.runners.items()
             }
         self.check_integrity = check_integrity
+        self.enable_prefix_sharing = enable_prefix_sharing
         self.first_difference: Difference | None = None
         self.max_abs_diff = 0.0
         self.device = full.model.device
@@ -92,8 +95,10 @@ class Lockstep:
         _check_arguments(prompts, max_new_tokens)
         admitted: list[tuple[Runner, int]] = []
         try:
-            rows = [self._admit(len(prompt) + max_new_tokens, admitted) for prompt in prompts]
-            last = [self._prefill(*item, progress) for item in zip(rows, prompts, strict=True)]
+            rows, last = [], []
+            for prompt in prompts:  # in turns: a prompt is shared once it is prefilled
+                rows.append(self._admit(prompt, max_new_tokens, admitted))
+                last.append(self._prefill(rows[-1], prompt, progress))
             self.tokens = [[token] for token in last]
             yield last
             done = [token in stop_ids for token in last]
@@ -108,10 +113,14 @@ class Lockstep:
             for runner, row in admitted:
                 runner.release(row)
 
-    def _admit(self, num_tokens: int, admitted: list[tuple[Runner, int]]) -> int:
+    def _admit(
+        self, prompt: Sequence[int], max_new_tokens: int, admitted: list[tuple[Runner, int]]
+    ) -> int:
         """Admits a request to both runners; notes each in `admitted`, whatever happens next."""
+        num_tokens = len(prompt) + max_new_tokens
+        shared = prompt if self.enable_prefix_sharing else None
         for runner in self.runners.values():
-            admitted.append((runner, runner.admit(num_tokens)))
+            admitted.append((runner, runner.admit(num_tokens, shared)))
         rows = [row for _, row in admitted[-2:]]
         if rows[0] != rows[1]:
             raise AssertionError(f"the two caches gave different request rows: {rows}")

@@ -35,6 +35,7 @@ ROW_KEYS = {
     "link_share",
     "joules_per_token",
     "memory",
+    "prefix",
 }
 
 

@@ -1,8 +1,9 @@
 """From a name and a file to tokens: selectors with trained weights, whole path, on tiny models.
 
 Guards: a selector that is made without its weights, settings or dtype; caches that give other bits
-with it; prefetch that changes what comes out, or the tables; a switch of selectors that loses
-records; a flag that is read and forgotten; an error that does not name the flag.
+with it; prefetch that changes what comes out, or the tables; a layer with another one's B; a switch
+of selectors that loses records; a flag that is read and forgotten; an error that does not name the
+flag.
 """
 
 import json
@@ -23,9 +24,11 @@ from minihisparse.engine import LLM
 from minihisparse.indexer import DSASelector
 from minihisparse.model import Decoder
 from minihisparse.quest import QuestSelector
+from minihisparse.replay import replay
 from minihisparse.runner import Runner
 from minihisparse.sampling import SamplingParams
 from minihisparse.synthetic import GivenSelections
+from minihisparse.trace import Trace
 from minihisparse.verify import Lockstep
 
 K, B, LAYERS, NEW = 8, 16, 5, 10
@@ -190,6 +193,161 @@ def test_exact_on_a_gpu(files, selector, dtype, enforce_eager):
     assert runners[1].cache.counters.sum(0).min() > 0
 
 
+# -- a B per layer ----------------------------------------------------------------------------
+
+PER_LAYER = (16, 9, 40, 24, K)
+PER_GROUP = (30, 30, 12, 12, 12)
+
+
+@pytest.mark.filterwarnings("ignore:the dsa.* other weights")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "selector, prefetch, sizes",
+    [
+        ("quest", None, PER_LAYER),
+        ("dsa", None, PER_LAYER),
+        ("dsa-shared", None, PER_GROUP),
+        ("dsa-shared", False, PER_LAYER),
+    ],
+    ids=lambda value: str(value).replace(", ", ","),
+)
+def test_exact_with_a_size_per_layer(files, selector, prefetch, sizes, dtype):
+    """40 steps; the short prompt outgrows one layer after the other, the long ones have from the
+    start. Two after one another in the same rows.
+    """
+    full, sparse = (
+        runner_of(
+            decoder(DTYPES[dtype]),
+            cache,
+            selector,
+            files.get(selector),
+            prefetch,
+            num_requests=3,
+            device_buffer_size=sizes,
+        )
+        for cache in ("full", "hisparse")
+    )
+    assert sparse.cache.device_buffer_sizes == sizes
+    assert (sparse.prefetcher is not None) == (selector == "dsa-shared" and prefetch is None)
+    lockstep = Lockstep(full, sparse)
+    assert_exact(lockstep, [prompt(length) for length in (K - 2, 26, 80)], new=41)
+    counts = sparse.cache.counters.clone()
+    assert counts[:, 1].min() > 0
+    assert_exact(lockstep, [prompt(length) for length in (60, K - 1, 13)], new=6)
+    sparse.cache.check_integrity()
+
+
+def test_exact_with_a_size_per_layer_and_simulated_kernels():
+    """One request outgrows layer 0, the other one its prefetched group."""
+    model = make_tiny_decoder(num_hidden_layers=3)
+    addon, runners = tiny_addon(model, "dsa-shared", (0, 1)), []
+    for cache in ("full", "hisparse"):
+        selector = DSASelector(
+            addon, model, top_k=K, max_requests=2, max_model_len=20, kernels=True
+        )
+        runner = make_runner(
+            model,
+            cache=cache,
+            selector=selector,
+            hisparse=hisparse(device_buffer_size=(9, 11, 11)),
+            max_model_len=20,
+            max_running_requests=2,
+            kernels=True,
+        )
+        for records in runner.cache.records:
+            records.fill_(math.nan)
+        runners.append(runner)
+    assert_exact(Lockstep(*runners), [prompt(8), prompt(10)], new=4)
+    assert runners[1].prefetcher and runners[1].cache.counters[:, 1].min() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:the dsa.* other weights")
+@pytest.mark.parametrize(
+    "selector, sizes", [("quest", PER_LAYER), ("dsa", PER_LAYER), ("dsa-shared", PER_GROUP)]
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_exact_with_a_size_per_layer_on_a_gpu(files, selector, sizes, dtype, enforce_eager):
+    model = decoder(DTYPES[dtype], device="cuda")
+    runners = [
+        runner_of(
+            model, cache, selector, files.get(selector), num_requests=3, device_buffer_size=sizes
+        )
+        for cache in ("full", "hisparse")
+    ]
+    lockstep = Lockstep(*runners, enforce_eager=enforce_eager)
+    assert_exact(lockstep, [prompt(n) for n in (80, K - 2, 26)], new=41)
+    assert runners[1].cache.counters[:, 1].min() > 0
+
+
+@pytest.mark.parametrize("selector", ["quest", "dsa-shared"])
+def test_replay_counts_what_the_engine_counts(files, selector):
+    """Number for number, step by step and layer by layer, with a B of each layer's own."""
+    sizes = PER_LAYER if selector == "quest" else PER_GROUP
+    llm = LLM(
+        decoder(),
+        selector=selector,
+        selector_weights=files.get(selector),
+        hisparse=hisparse(device_buffer_size=sizes),
+        max_model_len=128,
+        max_running_requests=2,
+        use_tqdm=False,
+    )
+    prompts = [prompt(length) for length in (K - 2, 26, 80, 9)]
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    counters, counted, selections, seq_lens = llm.cache.counters, [], [], []
+    before = counters.clone()
+    for event in llm.step(prompts, params):
+        if event.layer == 0:
+            selections.append(torch.full((LAYERS, len(prompts), K), -1, dtype=torch.int32))
+            seq_lens.append(torch.zeros(len(prompts), dtype=torch.int32))
+            seq_lens[-1][event.indices] = torch.tensor(event.seq_lens, dtype=torch.int32)
+        selections[-1][event.layer, event.indices] = event.positions
+        assert event.device_buffer_tokens.shape == (len(event.indices), sizes[event.layer])
+        if event.layer == LAYERS - 1:
+            counters = llm.cache.counters
+            counted.append((counters - before)[:, :2])
+            before = counters.clone()
+    result = replay(Trace(torch.stack(selections), torch.stack(seq_lens)), "engine", sizes)
+    assert torch.equal(torch.stack([result.hits, result.misses], -1), torch.stack(counted))
+    assert result.misses.sum(0).min() > 0
+
+
+@pytest.mark.parametrize("ratio, num_pages", [(1.0, 9), (2.5, 24), (1.01, 9)])
+def test_the_host_pool_over_the_mean_of_the_layers(ratio, num_pages):
+    """PER_LAYER has 19.4 slots per layer; two requests; pages of 4."""
+    runner = runner_of(
+        decoder(),
+        "hisparse",
+        "quest",
+        None,
+        device_buffer_size=PER_LAYER,
+        host_to_device_ratio=ratio,
+    )
+    assert runner.cache.host.num_pages == num_pages
+
+
+def test_sizes_that_do_not_fit_the_model(files, monkeypatch):
+    """Before a host pool is made: not as many as layers; unequal within a group."""
+    monkeypatch.setattr("minihisparse.assembly.HostPool", None)
+    for sizes, message in [
+        (
+            PER_LAYER[:4],
+            "--device-buffer-size: got 4 sizes for 5 layers; give one, or one for each",
+        ),
+        (PER_LAYER, "layer 1 has 9 slots and its anchor, layer 0, 16, .* make them equal"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            runner_of(
+                decoder(),
+                "hisparse",
+                "dsa-shared",
+                files["dsa-shared"],
+                device_buffer_size=sizes,
+            )
+
+
 # -- LLM --------------------------------------------------------------------------------------
 
 
@@ -317,7 +475,7 @@ def test_from_quest_to_a_selector_that_shares(files, capsys):
 # -- what is refused --------------------------------------------------------------------------
 
 
-def test_errors(files, tmp_path, tiny_decoder):
+def test_errors(files, tmp_path, tiny_decoder, monkeypatch):
     """Each says which flag helps; the file's own errors are in test_addon.py."""
 
     def make(error, message, selector="dsa", weights=files["dsa"], model=None, **changes):
@@ -328,11 +486,12 @@ def test_errors(files, tmp_path, tiny_decoder):
     make(ValueError, "--selector-weights .* quest has none; pass --selector", selector="quest")
     make(ValueError, "is an add-on for --selector dsa, not for dsa-shared", selector="dsa-shared")
     make(FileNotFoundError, "no such file; --selector-weights", weights=tmp_path / "none")
-    make(FileNotFoundError, "--selector nsa: no add-on for it is shipped", "nsa", None)
     make(ValueError, "num_hidden_layers is 5; this model's is 3; .*weights", model=tiny_decoder())
     few = tiny_addon_file(tmp_path, decoder(), num_recent=9)
     make(ValueError, "top_k=8 is less than the 1 first and 9 newest .*--top-k", weights=few)
     make(ValueError, "top_k=8 is less than .*--top-k", weights=few, kernels=True)
+    monkeypatch.setattr("minihisparse.assembly.SHIPPED", tmp_path)
+    make(FileNotFoundError, "--selector nsa: no add-on for it is shipped", "nsa", None)
 
 
 # -- the command line -------------------------------------------------------------------------

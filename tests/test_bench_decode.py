@@ -192,6 +192,38 @@ def test_the_table(run):
         assert link == "-"
 
 
+def test_a_common_prefix(run):
+    """Shared only if asked for; the prompts are the same either way, and warm-up is not counted."""
+    argv = ["--input-len", 60, "--prefix-len", 48, "--output-len", 4, "--concurrency", 4]
+    alone = run(*argv, "--modes", "full,hisparse")
+    sharing = run(*argv, "--modes", "full,hisparse", "--enable-prefix-sharing")
+    for result, shared in ((alone, 0), (sharing, 48)):
+        assert result.report["prefix_len"] == 48
+        assert result.report["enable_prefix_sharing"] is bool(shared)
+        full, hisparse = (row["prefix"] for row in result.rows)
+        for counts in (full, hisparse):
+            assert (counts["requests"], counts["requests_sharing"]) == (4, 3 if shared else 0)
+            assert counts["tokens_computed"] == 4 * 60 - 3 * shared
+            assert counts["tokens_shared"] == 3 * shared
+        pages, saved = 4 * 64 // PAGE, 3 * shared // PAGE
+        page_bytes = PAGE * SLOT_BYTES
+        assert hisparse["pages_shared"] == saved and full["pages_shared"] is None
+        assert hisparse["host_bytes_peak"] == (pages - saved) * page_bytes
+        assert hisparse["host_bytes_saved"] == saved * page_bytes
+    apart = run("--input-len", 60, "--output-len", 2, "--concurrency", 4, "--enable-prefix-sharing")
+    assert [row["prefix"]["tokens_shared"] for row in apart.rows] == [0, 0]
+
+
+def test_prompts_with_a_common_prefix():
+    args = SimpleNamespace(prefix_len=3)
+    prompts = bench_engine.point_prompts(args, list(range(1000)), 5)
+    assert [next(prompts) for _ in range(3)] == [
+        [0, 1, 2, 3, 4],
+        [0, 1, 2, 260, 261],
+        [0, 1, 2, 517, 518],
+    ]
+
+
 def test_prefetch_beside_hisparse(run, clock, tiny_folder, tmp_path):
     """A config that declares anchors: the same bytes are fetched, by an anchor for its group."""
     config = json.loads((tiny_folder / "config.json").read_text())
@@ -462,6 +494,13 @@ def test_clients_queue_where_there_are_too_few_rows(run, clock):
         (["--num-iters", "-3"], "--num-iters -3 is less than 1"),
         (["--num-requests", "0"], "--num-requests 0 is less than 1"),
         (["--num-layers", "1"], "--num-layers cuts a model with --random-weights"),
+        (["--prefix-len", "40"], r"--prefix-len 40 is not in 0\.\.39, below --input-len"),
+        (["--prefix-len", "-1"], "--prefix-len -1 is not in"),
+        (
+            ["--enable-prefix-sharing", "--synthetic-context"],
+            "--enable-prefix-sharing need a prefill, which is left out with --synthetic-context",
+        ),
+        (["--prefix-len", "9", "--synthetic-context"], "--prefix-len and .* need a prefill"),
         (["--resolve-latency"], "--resolve-latency needs a GPU; this is device cpu"),
         # Known before the first point is measured, whichever point it is of.
         (["--hbm-budget-gib", "1,1e-7"], "--hbm-budget-gib 1e-07 is less than one request of 43"),

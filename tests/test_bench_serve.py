@@ -159,6 +159,19 @@ def test_arrivals_of_a_file(run, clock, loops, arrivals):
     assert slots == 1005
 
 
+def test_arrivals_with_a_common_prefix(run, clock, loops, arrivals):
+    """A shorter prompt is all prefix; one token of it is computed, for its logits."""
+    file = arrivals("0,60,9\n0,30,9\n0,50,9\n")
+    argv = ["--arrivals", file, "--modes", "hisparse", "--prefix-len", 40]
+    (row,) = run(*argv, "--enable-prefix-sharing").rows
+    prompts = [prompt for _, _, _, prompt in loops[0]]
+    assert prompts[0][:40] == prompts[2][:40] and prompts[0][:30] == prompts[1]
+    assert row["prefix"]["tokens_shared"] == 28 + 40  # whole pages of 4
+    assert row["prefix"]["tokens_computed"] == 60 + 2 + 10
+    assert run(*argv).rows[0]["prefix"]["tokens_shared"] == 0
+    assert "--prefix-len -1 is not in" in run(*argv, "--prefix-len", -1).error
+
+
 def test_arrivals_at_once_have_no_rate(run, clock, arrivals):
     result = run("--arrivals", arrivals("0,9,2\n0,8,2\n"), "--modes", "full")
     assert result.rows[0]["request_rate"] is None
@@ -207,6 +220,7 @@ def test_rows_at_once(run, clock):
         (["--modes", "half"], "--modes: 'half' is not one of"),
         (["--output-len", "0"], "--output-len 0 is less than 1"),
         (["--num-requests", "-1"], "--num-requests -1 is less than 1"),
+        (["--prefix-len", "20"], r"--prefix-len 20 is not in 0\.\.19, below --input-len"),
         (["--max-running-requests", "0"], "--max-running-requests 0 is less than 1"),
         (["--hbm-budget-gib", "1,1e-7"], "--hbm-budget-gib 1e-07 is less than one request of 26"),
         (["--input-len", "20,1023"], "requests of 1029 tokens, but the model was made for 1024"),

@@ -123,6 +123,35 @@ def test_what_is_planned_is_allocated_on_a_gpu(cache):
     assert 1.7 * GIB < allocated <= 2.02 * GIB
 
 
+SIZES_OF_LAYERS = (32,) * 7 + (200, 64, 33) * 4 + (100,)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+def test_a_buffer_size_per_layer_is_planned_and_allocated(decoder, kernels):
+    """Records to the byte; tables, as wide as the largest B, within 0.2 percent of the whole."""
+    hisparse = replace(HISPARSE, device_buffer_size=SIZES_OF_LAYERS)
+    sizes = {"max_model_len": LENGTH, "max_running_requests": 5}
+    planned = plan_capacity(MODEL, hisparse, cache="hisparse", itemsize=2, **sizes)
+    runner = make_runner(
+        decoder, cache="hisparse", selector="quest", hisparse=hisparse, kernels=kernels, **sizes
+    )
+    record_bytes = 2 * MODEL.record_width
+    slots = sum(SIZES_OF_LAYERS) + len(SIZES_OF_LAYERS)
+    assert runner.cache.device_kv_bytes == 5 * slots * record_bytes
+    assert planned.total_bytes == pytest.approx(allocated_bytes(runner), rel=2e-3)
+    even = replace(HISPARSE, device_buffer_size=(64,) * 20)  # as good as one number
+    assert plan_capacity(MODEL, even, cache="hisparse", itemsize=2, **sizes) == plan(
+        "hisparse", max_running_requests=5
+    )
+
+
+def test_a_buffer_size_per_layer_of_other_layers():
+    hisparse = replace(HISPARSE, device_buffer_size=(64,) * 19)
+    with pytest.raises(ValueError, match="--device-buffer-size: got 19 sizes for 20 layers"):
+        plan_capacity(MODEL, hisparse, cache="hisparse", itemsize=2, max_model_len=LENGTH)
+    plan_capacity(MODEL, hisparse, cache="full", itemsize=2, max_model_len=LENGTH)  # has no slots
+
+
 # ---- how many ----
 
 

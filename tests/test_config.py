@@ -9,7 +9,14 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from minihisparse.config import DTYPES, MAX_DEVICE_BUFFER_SIZE, HiSparseConfig, choose_device
+from minihisparse.config import (
+    DTYPES,
+    MAX_DEVICE_BUFFER_SIZE,
+    HiSparseConfig,
+    choose_device,
+    parse_device_buffer_size,
+    sizes_of_layers,
+)
 
 # -- HiSparseConfig ---------------------------------------------------------------------------
 
@@ -135,6 +142,73 @@ def test_two_sizes_of_one_buffer():
         HiSparseConfig(device_buffer_size=512, cache_size_mb=8)
 
 
+# -- a B per layer ----------------------------------------------------------------------------
+
+
+def test_a_buffer_size_per_layer():
+    """K and the most that int16 can name are both allowed; a list becomes a tuple."""
+    config = HiSparseConfig(top_k=32, device_buffer_size=[32, MAX_DEVICE_BUFFER_SIZE, 77])
+    assert config.device_buffer_size == (32, MAX_DEVICE_BUFFER_SIZE, 77)
+    assert config.device_buffer_sizes_for(3, 999) == config.device_buffer_size
+    assert config == HiSparseConfig(top_k=32, device_buffer_size=config.device_buffer_size)
+    assert hash(config) == hash(HiSparseConfig(top_k=32, device_buffer_size=[32, 32_767, 77]))
+    again = HiSparseConfig.from_json('{"top_k": 32, "device_buffer_size": [32, 32767, 77]}')
+    assert again == config
+    assert HiSparseConfig.from_json(json.dumps(vars(config))) == config
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ([512, 255], "top_k=256 > device_buffer_size=255 of layer 1: .*--device-buffer-size"),
+        ([32_768, 512], "device_buffer_size=32768 of layer 0 must be an integer in 1..32767"),
+        ([512, 0], "device_buffer_size=0 of layer 1 must be"),
+        ([512, "512"], "device_buffer_size='512' of layer 1 must be"),
+        ([512, None], "device_buffer_size=None of layer 1 must be"),
+        ([512, 512.0], r"device_buffer_size=512\.0 of layer 1 must be"),
+        ([512, True], "device_buffer_size=True of layer 1 must be"),
+        ([], "--device-buffer-size is an empty list"),
+        ("512,768", "device_buffer_size='512,768' must be an integer"),
+    ],
+    ids=str,
+)
+def test_wrong_sizes_name_the_layer(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        HiSparseConfig(device_buffer_size=sizes)
+    with pytest.raises(ValueError, match=message):
+        HiSparseConfig.from_json(json.dumps({"device_buffer_size": sizes}))
+
+
+def test_sizes_of_layers():
+    assert sizes_of_layers(7, 3) == (7, 7, 7)
+    assert sizes_of_layers([7], 1) == (7,)
+    assert sizes_of_layers([7, 9], 2) == (7, 9)
+    for sizes, layers in [([7], 3), ([7, 9, 8], 2)]:
+        message = f"--device-buffer-size: got {len(sizes)} sizes for {layers} layers; give one, or"
+        with pytest.raises(ValueError, match=message):
+            sizes_of_layers(sizes, layers)
+        config = HiSparseConfig(top_k=1, page_size=1, device_buffer_size=sizes)
+        with pytest.raises(ValueError, match=message):
+            config.device_buffer_sizes_for(layers, 4)
+
+
+def test_a_buffer_size_and_a_cache_size():
+    with pytest.raises(ValueError, match=r"device_buffer_size=\[512, 600\] and cache_size_mb=8"):
+        HiSparseConfig(device_buffer_size=[512, 600], cache_size_mb=8)
+
+
+@pytest.mark.parametrize("text, sizes", [("512", 512), ("512,768", (512, 768)), ("1, 2", (1, 2))])
+def test_parse_device_buffer_size(text, sizes):
+    assert parse_device_buffer_size(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "512,", ",512", "512;768", "1.5", "[512]", "512 768"])
+def test_parse_device_buffer_size_refuses(text):
+    message = re.escape(f"--device-buffer-size {text!r} is neither a number nor a list, like 512,7")
+    with pytest.raises(ValueError, match=message):
+        parse_device_buffer_size(text)
+
+
 # -- cache_size_mb ----------------------------------------------------------------------------
 
 
@@ -154,15 +228,16 @@ def test_cache_size_mb_gives_the_largest_buffer_that_fits(
 ):
     config = HiSparseConfig(top_k=16, cache_size_mb=cache_size_mb)
     assert config.device_buffer_size is None
-    assert config.device_buffer_size_for(num_layers, record_bytes) == size
+    assert config.device_buffer_sizes_for(num_layers, record_bytes) == (size,) * num_layers
     per_slot = num_layers * record_bytes
     assert (size + 1) * per_slot <= cache_size_mb * 2**20
     assert size == 32_767 or (size + 2) * per_slot > cache_size_mb * 2**20
 
 
-def test_device_buffer_size_for_without_cache_size():
-    assert HiSparseConfig(top_k=32, device_buffer_size=77).device_buffer_size_for(9, 999) == 77
-    assert HiSparseConfig(top_k=32).device_buffer_size_for(9, 999) == 64
+def test_device_buffer_sizes_for_without_cache_size():
+    config = HiSparseConfig(top_k=32, device_buffer_size=77)
+    assert config.device_buffer_sizes_for(9, 999) == (77,) * 9
+    assert HiSparseConfig(top_k=32).device_buffer_sizes_for(9, 999) == (64,) * 9
 
 
 @pytest.mark.parametrize("num_records", [16, 4, 2, 1, 0.5])
@@ -170,7 +245,7 @@ def test_a_cache_size_too_small_for_one_step(num_records):
     """K = 16 needs 17 records. Down to less than one: the flag to raise, and K to lower."""
     config = HiSparseConfig(top_k=16, cache_size_mb=1)
     with pytest.raises(ValueError) as error:
-        config.device_buffer_size_for(1, int(2**20 / num_records))
+        config.device_buffer_sizes_for(1, int(2**20 / num_records))
     message = str(error.value)
     assert "top_k=16" in message and "lower --top-k" in message
     assert "raise --cache-size-mb (1)" in message

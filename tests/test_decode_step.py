@@ -57,7 +57,7 @@ def state_of(runner: Runner) -> dict[str, Tensor]:
     cache, selector = runner.cache, runner.selector
     state = {f"records of layer {i}": records for i, records in enumerate(cache.records)}
     state |= {"bounds": selector.bounds, "first page": selector.extents.first}
-    state["first slot"] = cache.first_slot
+    state["first slot"] = cache.first_slots(0)
     if isinstance(cache, HiSparseCache):
         state |= {
             "device_buffer_tokens": cache.device_buffer_tokens,

@@ -1,6 +1,6 @@
 """Guards: a slot that holds another position's, layer's or request's record; state that survives a
 release; padding that writes; a first step that reads what nobody wrote; tables that drift from the
-oracle in a long run; an integrity check that finds nothing.
+oracle in a long run; a layer with another layer's B; an integrity check that finds nothing.
 
 Every test drives both caches through `CacheRig`: a record's value says its request, layer and
 position, whatever nobody wrote is NaN, and host pages come in random order, so that no slot, row or
@@ -59,7 +59,7 @@ class CacheRig:
         record_width: int = 4,
         max_requests: int = 4,
         top_k: int = 3,
-        device_buffer_size: int = 4,
+        device_buffer_size: int | list[int] = 4,
         page_size: int = 2,
         max_model_len: int = 32,
         num_pages: int | None = None,
@@ -67,7 +67,9 @@ class CacheRig:
         seed: int = 0,
     ) -> None:
         self.num_layers, self.max_requests, self.top_k = num_layers, max_requests, top_k
-        self.num_slots, self.max_model_len = device_buffer_size, max_model_len
+        one = isinstance(device_buffer_size, int)
+        self.sizes = [device_buffer_size] * num_layers if one else device_buffer_size
+        self.num_slots, self.max_model_len = max(self.sizes), max_model_len
         self.rng = random.Random(seed)
         max_pages = -(-max_model_len // page_size)
         self.host = HostPool(
@@ -109,17 +111,11 @@ class CacheRig:
         self.expected_full = [records.cpu().clone() for records in self.full.records]
         self.requests: dict[int, Request] = {}
         self.num_admitted = 0
-        self.tokens = [[self._no_tokens() for _ in range(max_requests)] for _ in range(num_layers)]
-        self.lru = [[self._first_order() for _ in range(max_requests)] for _ in range(num_layers)]
+        self.tokens = [[[-1] * size for _ in range(max_requests)] for size in self.sizes]
+        self.lru = [[list(range(size)) for _ in range(max_requests)] for size in self.sizes]
         self.counts = [[0, 0, 0] for _ in range(num_layers)]  # hits, misses, evictions
         self._element = torch.arange(record_width)
         self.check()
-
-    def _no_tokens(self) -> list[int]:
-        return [-1] * self.num_slots
-
-    def _first_order(self) -> list[int]:
-        return list(range(self.num_slots))
 
     @property
     def caches(self) -> tuple[KVCache, KVCache]:
@@ -146,7 +142,7 @@ class CacheRig:
                 cache.write_prompt(layer, row, records.to(DEVICE))
             for position in range(prompt_len):
                 self._expect(layer, row, position, records[position])
-                if prompt_len <= self.num_slots:
+                if prompt_len <= self.sizes[layer]:
                     self.tokens[layer][row][position] = position
         self.check()
         return row
@@ -210,7 +206,7 @@ class CacheRig:
             right = self.record(layer, uids[:, None], positions[real])[used]
             first_rows = batch.req_pool_indices[real, None]
             for cache, slots in zip(self.caches, answers, strict=True):
-                index = (cache.first_slot[first_rows].cpu() + slots[real])[used]
+                index = (cache.first_slots(layer)[first_rows].cpu() + slots[real])[used]
                 found = cache.slot_records(layer).cpu()[index]
                 assert_same_bits(found, right, f"layer {layer}, records at the slots")
         self.check()
@@ -219,7 +215,7 @@ class CacheRig:
     def _resolve(self, layer: int, row: int, seq_len: int, positions: list[int]) -> list[int]:
         """The oracle's step: write-through's part of the table, then Resolve."""
         tokens, lru_slots = self.tokens[layer][row], self.lru[layer][row]
-        if seq_len <= self.num_slots:
+        if seq_len <= self.sizes[layer]:
             tokens[seq_len - 1] = seq_len - 1
         slots, plan = resolve_oracle(positions, seq_len, tokens, lru_slots)
         num_answers = sum(slot >= 0 for slot in slots)
@@ -242,8 +238,8 @@ class CacheRig:
             rows = slice(page * self.host.page_size, (page + 1) * self.host.page_size)
             self.host.records[:, rows] = self.expected_host[:, rows] = torch.nan
         self.rng.shuffle(self.host._free)
-        for layer in range(self.num_layers):
-            self.tokens[layer][row], self.lru[layer][row] = self._no_tokens(), self._first_order()
+        for layer, size in enumerate(self.sizes):
+            self.tokens[layer][row], self.lru[layer][row] = [-1] * size, list(range(size))
         self.check()
 
     def _expect(self, layer: int, row: int, position: int, record: Tensor) -> None:
@@ -263,8 +259,11 @@ class CacheRig:
         """Every state tensor, of the requests in the last batch and of all others."""
         self.sparse.check_integrity(self.seq_lens)
         self.full.check_integrity()
-        tokens = torch.tensor(self.tokens, dtype=torch.int32)
-        lru_slots = torch.tensor(self.lru, dtype=torch.int16)
+        width = self.num_slots  # beyond its own slots a layer's tables are as in the beginning
+        tokens = [[row + [-1] * (width - len(row)) for row in rows] for rows in self.tokens]
+        lru_slots = [[row + [*range(len(row), width)] for row in rows] for rows in self.lru]
+        tokens = torch.tensor(tokens, dtype=torch.int32)
+        lru_slots = torch.tensor(lru_slots, dtype=torch.int16)
         assert_same_bits(self.sparse.device_buffer_tokens.cpu(), tokens, "device_buffer_tokens")
         assert_same_bits(self.sparse.lru_slots.cpu(), lru_slots, "lru_slots")
         assert_same_bits(self.host.records, self.expected_host, "the host pool")
@@ -368,6 +367,67 @@ def selection(rig: CacheRig, row: int, beyond: int = 0) -> list[int]:
         else:
             choices.append(rng.randrange(-beyond if beyond else 0, newest + 1 + beyond))
     return choices
+
+
+# -- a B per layer ----------------------------------------------------------------------------
+
+
+def test_each_layer_crosses_its_own_buffer():
+    """S = 6: where B is 4, position 4 was the newest and is in no slot; else it is in slot 4."""
+    rig = CacheRig(device_buffer_size=[4, 6, 5])
+    assert [len(rig.sparse.tables(layer)[0][0]) for layer in range(3)] == [4, 6, 5]
+    assert [rig.sparse.first_slots(layer).tolist() for layer in range(3)] == [
+        [0, 5, 10, 15], [0, 7, 14, 21], [0, 6, 12, 18]
+    ]  # fmt: skip
+    row = rig.admit(3)
+    for position in (3, 4):
+        rig.decode([row], [[position, position - 1]])
+    assert rig.tokens == [[[0, 1, 2, 3], *[[-1] * 4] * 3],
+                          [[0, 1, 2, 3, 4, -1], *[[-1] * 6] * 3],
+                          [[0, 1, 2, 3, 4], *[[-1] * 5] * 3]]  # fmt: skip
+    assert rig.decode([row], [[5, 4]]) == [[5, 4, -1]]  # layer 2: slot B = 5
+    assert rig.counts == [[5, 1, 1], [6, 0, 0], [6, 0, 0]]
+    rig.decode([row], [[6, 5, 4]])
+    assert rig.counts == [[7, 2, 2], [9, 0, 0], [8, 1, 1]]  # 5 is in slot 5 of layer 1 alone
+
+
+@pytest.mark.parametrize("prompt_len", range(1, 9))
+def test_a_prompt_fits_some_layers(prompt_len):
+    """Preloaded where T <= B of the layer; three steps, until it has outgrown more of them."""
+    rig = CacheRig(device_buffer_size=[3, 7, 4], num_pages=60)
+    row, other = rig.admit(prompt_len), rig.admit(5)
+    assert [rig.tokens[layer][row][0] for layer in range(3)] == [
+        0 if prompt_len <= size else -1 for size in (3, 7, 4)
+    ]
+    for _ in range(3):
+        rig.decode([other, row], lambda layer: [selection(rig, r) for r in (other, row)], padding=1)
+    rig.release(row)
+    assert rig.admit(prompt_len) == row
+    rig.decode([row, other], [[0, prompt_len], [0, 1]])
+
+
+def test_layers_of_one_size_each_are_as_with_one_for_all():
+    """The same tensors, whichever way it is said."""
+    caches = [CacheRig(device_buffer_size=sizes).sparse for sizes in (4, [4, 4, 4])]
+    assert caches[0].metadata_bytes == caches[1].metadata_bytes
+    assert caches[0].device_buffer_sizes == caches[1].device_buffer_sizes == (4, 4, 4)
+    assert caches[1].first_slots(0) is caches[1].first_slots(2)
+
+
+def test_bytes_with_a_size_per_layer():
+    """Records of each layer's own B; tables as wide as the largest; where rows begin, per size."""
+    rig = CacheRig(device_buffer_size=[4, 6, 4])
+    uniform = CacheRig(device_buffer_size=6).sparse
+    assert rig.sparse.device_kv_bytes == 4 * (5 + 7 + 5) * 4 * 4
+    assert rig.sparse.metadata_bytes == uniform.metadata_bytes + 4 * 8
+    assert rig.sparse.device_buffer_size == 6
+
+
+def test_not_as_many_sizes_as_layers():
+    with pytest.raises(
+        ValueError, match="--device-buffer-size: got 2 sizes for 3 layers; give one"
+    ):
+        CacheRig(device_buffer_size=[4, 4])
 
 
 # -- requests come and go ---------------------------------------------------------------------
@@ -515,12 +575,13 @@ def test_unchecked_out_of_range_is_padding():
         {"top_k": 3, "device_buffer_size": 4, "page_size": 2},
         {"top_k": 3, "device_buffer_size": 3, "page_size": 3},
         {"top_k": 2, "device_buffer_size": 6, "page_size": 1},
+        {"top_k": 3, "device_buffer_size": [7, 4], "page_size": 2},
     ],
-    ids=["K=3 B=4", "K=3 B=3", "K=2 B=6"],
+    ids=["K=3 B=4", "K=3 B=3", "K=2 B=6", "K=3 B=7,4"],
 )
 def test_random_walk(options, backend):
     """Vector 14: 10,000 events in all; each ends in `CacheRig.check`."""
-    num_events = {"torch": 3334, "simulated": 100, "cuda": 500}[backend]
+    num_events = {"torch": 2500, "simulated": 100, "cuda": 500}[backend]
     rig = CacheRig(
         num_layers=2,
         record_width=2,
@@ -803,6 +864,47 @@ def test_wrong_groups_are_refused(anchor_of, message):
         shared_cache(anchor_of)
 
 
+@pytest.mark.parametrize("sizes", [[4, 4, 6, 6, 6], [6, 6, 3, 3, 3]], ids=str)
+def test_groups_of_different_sizes(sizes):
+    """Each group at its own B: what a layer alone would hold, records included."""
+    shared, alone = (
+        shared_cache(anchor_of, device_buffer_size=sizes) for anchor_of in ([0, 0, 2, 2, 2], None)
+    )
+    for cache in (shared, alone):
+        for num_tokens in (3, 9):
+            prompt(cache, num_tokens)
+    for step in range(6):
+        for row, seq_len in ((0, 4 + step), (1, 10 + step)):
+            chosen = [seq_len - 1, seq_len - 2, 3 * step % (seq_len - 2)]
+            batch = Batch.make([row], [seq_len], DEVICE)
+            for cache in (shared, alone):
+                for layer, anchor in enumerate(cache.anchor_of):
+                    records = torch.full((1, 4), 100.0 * layer + seq_len, device=DEVICE)
+                    cache.write_through(layer, records, batch)
+                    positions = chosen if layer < 2 else chosen[::-1]
+                    if anchor == layer:
+                        table = torch.tensor([positions], dtype=torch.int32, device=DEVICE)
+                        cache.resolve(layer, table, batch)
+                    else:
+                        cache.replay(layer, batch)
+        shared.check_integrity([4 + step, 10 + step])
+    for name in ("device_buffer_tokens", "lru_slots", "counters"):
+        assert_same_bits(getattr(shared, name).cpu(), getattr(alone, name).cpu(), name)
+    assert shared.counters[:, 1].min() > 0
+
+
+def test_a_group_of_different_sizes_is_refused():
+    """Prefetched in lockstep; each layer on its own may have whatever it wants."""
+    message = (
+        "layer 1 has 5 slots and its anchor, layer 0, 4, but they are prefetched in lockstep: "
+        "make them equal in --device-buffer-size, or pass --no-enable-layer-prefetch"
+    )
+    sizes = [4, 5, 4, 4, 4]
+    with pytest.raises(ValueError, match=message):
+        shared_cache([0, 0, 2, 2, 2], device_buffer_size=sizes)
+    assert shared_cache(None, device_buffer_size=sizes).device_buffer_sizes == (4, 5, 4, 4, 4)
+
+
 # -- the integrity check ----------------------------------------------------------------------
 
 
@@ -827,6 +929,10 @@ def swap_two_layers(rig: CacheRig) -> None:
 
 def corrupt_the_newest_slot(rig: CacheRig) -> None:
     rig.sparse.records[1][2, rig.num_slots, 0] += 1
+
+
+def corrupt_the_newest_slot_of_layer_1(rig: CacheRig) -> None:
+    rig.sparse.records[1][2, rig.sizes[1], 0] += 1
 
 
 def claim_the_newest_position(rig: CacheRig) -> None:
@@ -860,6 +966,19 @@ def repeat_an_lru_slot(rig: CacheRig) -> None:
 def empty_the_lru_order(rig: CacheRig) -> None:
     """Of a free row: its next request would start with it."""
     rig.sparse.lru_slots[0, 3] = -1
+
+
+def claim_a_slot_that_the_layer_lacks(rig: CacheRig) -> None:
+    rig.sparse.device_buffer_tokens[1, 2, 4] = 3
+
+
+def reorder_slots_that_the_layer_lacks(rig: CacheRig) -> None:
+    rig.sparse.lru_slots[1, 0, [4, 5]] = rig.sparse.lru_slots[1, 0, [5, 4]]
+
+
+def order_a_slot_that_the_layer_lacks(rig: CacheRig) -> None:
+    """A permutation still, but of the whole table."""
+    rig.sparse.lru_slots[1, 0, [0, 5]] = rig.sparse.lru_slots[1, 0, [5, 0]]
 
 
 def stale_page(rig: CacheRig) -> None:
@@ -943,6 +1062,27 @@ def move_a_full_request(full: FullCache) -> None:
 def share_a_slot(full: FullCache) -> None:
     full.slots._owned[1] = (31, 64)
     full.first_slot[1] = 31
+
+
+@pytest.mark.parametrize(
+    "corrupt, message",
+    [
+        (corrupt_the_newest_slot_of_layer_1, "layer 1, request row 2: a slot differs"),
+        (claim_a_slot_that_the_layer_lacks, "layer 1: its tables have changed beyond its 4 slots"),
+        (reorder_slots_that_the_layer_lacks, "layer 1: its tables have changed beyond its 4 slots"),
+        (order_a_slot_that_the_layer_lacks, "layer 1: lru_slots is not a permutation"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_corruption_of_a_smaller_layer_is_found(corrupt, message):
+    rig = CacheRig(device_buffer_size=[6, 4, 6])
+    for _ in range(3):
+        rig.admit(9, room=16)
+    for chosen in ([0, 1, 2], [6, 7, 5]):
+        rig.decode([2, 0], [chosen, chosen])
+    corrupt(rig)
+    with pytest.raises(AssertionError, match=message):
+        rig.sparse.check_integrity(rig.seq_lens)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Guards: a page with two owners or none, a refusal that leaves something behind, a pool that is
-allocated before anyone asks whether it fits, and records that come back with other bits.
+"""Guards: a page that is lost, or freed while somebody uses it, a refusal that leaves something
+behind, a pool that is allocated before anyone asks whether it fits, and records that come back with
+other bits.
 """
 
 import random
@@ -11,6 +12,7 @@ from rig import assert_same_bits
 
 from minihisparse import host_store
 from minihisparse.host_store import HostPool, check_host_memory, free_host_bytes
+from minihisparse.prefix import Prefix
 
 CPU = torch.device("cpu")
 
@@ -32,7 +34,8 @@ def make_pool(**changes) -> HostPool:
 
 def snapshot(pool: HostPool) -> tuple:
     pages = {request: list(owned) for request, owned in pool._pages.items()}
-    return list(pool._free), pages, pool.req_to_host_pool.tolist()
+    counts = list(pool._num_users), dict(pool._num_shared), pool.num_shared_pages
+    return list(pool._free), pages, counts, pool.req_to_host_pool.tolist()
 
 
 def host_rows(pool: HostPool, request: int, positions: list[int]) -> torch.Tensor:
@@ -139,6 +142,177 @@ def test_random_walk_of_requests():
         pool.check_integrity()
 
 
+# -- pages with several users -----------------------------------------------------------------
+
+
+def own_records(pool: HostPool, request: int, num_tokens: int) -> torch.Tensor:
+    """[L, T, W]: the records of a request's first tokens."""
+    records = torch.empty(len(pool.records), num_tokens, pool.records.shape[2])
+    for layer in range(len(records)):
+        pool.read_first(layer, request, records[layer])
+    return records
+
+
+@pytest.mark.parametrize("length", [0, 3, 4, 7, 8, 9])
+def test_a_common_prefix(length):
+    """Whole pages are the same, a part of one is a copy, the rest is the request's own."""
+    pool = make_pool(num_pages=8)
+    pool.records.copy_(torch.randn_like(pool.records))
+    pool.allocate(0, 11)
+    before = pool.records.clone()
+    pool.allocate(2, 15, Prefix(0, length))
+    pages = pool.req_to_host_pool[[0, 2]].tolist()
+    shared = length // 4
+    assert pages[0][:shared] == pages[1][:shared]
+    assert not set(pages[0][shared:3]) & set(pages[1][shared:])
+    assert pool.num_free_tokens == (8 - 3 - 4 + shared) * 4
+    assert pool.num_shared_pages == shared and pool.num_shared_tokens_of(2) == shared * 4
+    assert pool.num_shared_tokens_of(0) == pool.num_shared_tokens_of(1) == 0
+    assert pool.peak_pages == 7 - shared and pool.bytes_used == pool.page_bytes * (7 - shared)
+    assert pool.peak_saved_pages == shared
+    assert_same_bits(own_records(pool, 2, length), own_records(pool, 0, length))
+    changed = (pool.records != before).any(dim=(0, 2)).nonzero()[:, 0].tolist()
+    assert changed == [pages[1][shared] * 4 + i for i in range(length % 4)]
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("first, second", [(0, 2), (2, 0)])
+def test_the_last_user_frees_a_page(first, second):
+    pool = make_pool()
+    pool.allocate(0, 8)
+    pool.allocate(2, 12, Prefix(0, 8))
+    assert pool.num_free_tokens == 12
+    pool.release(first)
+    assert pool.num_free_tokens == (12 if first == 0 else 16)
+    assert (pool.req_to_host_pool[second] >= 0).sum() == (3 if second == 2 else 2)
+    pool.check_integrity()
+    pool.allocate(first, 12)
+    pool.check_integrity()
+    assert not set(pool._pages[first]) & set(pool._pages[second])
+    pool.release(second)
+    pool.release(first)
+    assert pool.num_free_tokens == 24 and pool.peak_pages == 6 - (first == 2)
+    assert pool.peak_saved_pages == 2
+    pool.reset_counters()
+    assert pool.peak_pages == pool.peak_saved_pages == pool.num_shared_pages == 0
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "num_tokens, prefix, message",
+    [
+        (8, Prefix(0, 9), "9 tokens cannot be shared: request row 0 has room for 12, the new one"),
+        (16, Prefix(0, 13), "13 tokens cannot be shared: request row 0 has room for 12"),
+        (8, Prefix(1, 4), "4 tokens cannot be shared: request row 1 has room for 0"),
+        (8, Prefix(2, 4), "4 tokens cannot be shared: request row 2 has room for 0"),
+        (20, Prefix(0, 12), "20 tokens are more than a request may have, 16"),
+    ],
+)
+def test_a_prefix_that_cannot_be(num_tokens, prefix, message):
+    pool = make_pool()
+    pool.allocate(0, 11)
+    before = snapshot(pool)
+    with pytest.raises(ValueError, match=message):
+        pool.allocate(1, num_tokens, prefix)
+    assert snapshot(pool) == before
+
+
+def test_a_copy_that_breaks_off_changes_nothing(monkeypatch):
+    pool = make_pool()
+    pool.allocate(0, 11)
+    before = snapshot(pool)
+
+    def interrupt(*args) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "_copy_rows", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pool.allocate(1, 12, Prefix(0, 10))
+    assert snapshot(pool) == before
+    pool.allocate(1, 12, Prefix(0, 8))  # nothing to copy
+    pool.check_integrity()
+
+
+def test_a_refusal_tells_what_is_not_shared():
+    pool = make_pool(num_pages=4)
+    pool.allocate(0, 12)
+    before = snapshot(pool)
+    with pytest.raises(ValueError, match="4 tokens free of 16, 8 are needed"):
+        pool.allocate(1, 16, Prefix(0, 8))
+    assert snapshot(pool) == before
+    pool.allocate(1, 16, Prefix(0, 12))
+    pool.check_integrity()
+
+
+def test_storm_of_common_prefixes():
+    """Each request writes its own positions, once; nobody ever finds another's record there, and
+    when all have left every page is free.
+    """
+    pool, rng, stamp = make_pool(num_pages=9, max_requests=5, record_width=1), random.Random(0), 0
+    pool.records.fill_(torch.nan)
+    written: dict[int, torch.Tensor] = {}  # [L, T, 1] of each request
+    num_refused = num_sharing = 0
+    for _ in range(2000):
+        request = rng.randrange(5)
+        if request in written:
+            pool.release(request)
+            del written[request]
+        else:
+            num_tokens, prefix = rng.randint(1, 16), None
+            if written and rng.random() < 0.7:
+                row = rng.choice(sorted(written))
+                prefix = Prefix(row, rng.randint(0, min(num_tokens, written[row].shape[1])))
+            start = prefix.num_tokens if prefix else 0
+            own = -(-num_tokens // 4) - start // 4
+            if own * 4 > pool.num_free_tokens:
+                with pytest.raises(ValueError, match="are needed"):
+                    pool.allocate(request, num_tokens, prefix)
+                num_refused += 1
+            else:
+                pool.allocate(request, num_tokens, prefix)
+                num_sharing += start >= 4
+                stamp += 1
+                new = torch.full((3, num_tokens - start, 1), float(stamp))
+                rows = host_rows(pool, request, list(range(start, num_tokens)))
+                for layer in range(3):
+                    pool.write(layer, rows, new[layer])
+                old = written[prefix.row][:, :start] if prefix else new[:, :0]
+                written[request] = torch.cat([old, new], dim=1)
+        pool.check_integrity()
+        for row, records in written.items():
+            assert_same_bits(own_records(pool, row, records.shape[1]), records, f"row {row}")
+    assert min(num_refused, num_sharing) > 100
+    for request in written:
+        pool.release(request)
+    assert sorted(pool._free) == list(range(9)) and not any(pool._num_users)
+
+
+def test_the_first_records_in_few_copies(monkeypatch):
+    """Pages that lie side by side are one copy; the last page may be read in part."""
+    pool = make_pool(num_pages=8)
+    pool.records.copy_(torch.randn_like(pool.records))
+    pool._free.extend([pool._free.popleft() for _ in range(2)])  # 2..7, 0, 1
+    pool.allocate(1, 4)
+    pool.allocate(0, 8)
+    pool.release(1)
+    pool._free.rotate(1)
+    pool.allocate(1, 16)
+    assert pool._pages[1] == [2, 5, 6, 7]
+    rows, sizes = host_rows(pool, 1, list(range(16))), []
+    right = torch.Tensor.copy_
+
+    def copy_(target, source, **options):
+        sizes.append(len(source))
+        return right(target, source, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    for length in (1, 4, 5, 15, 16):
+        records = torch.full((length, 5), torch.nan)
+        pool.read_first(2, 1, records)
+        assert_same_bits(records, pool.records[2, rows[:length]])
+    assert sizes == [1, 4, 4, 1, 4, 11, 4, 12]
+
+
 # -- where a position's record is -------------------------------------------------------------
 
 
@@ -238,13 +412,18 @@ def test_every_bit_survives(dtype, integers):
         (lambda pool: pool.req_to_host_pool[0].fill_(-1), r"req_to_host_pool\[0\]"),
         (lambda pool: pool.req_to_host_pool[1, 3].fill_(0), r"req_to_host_pool\[1\]"),
         (lambda pool: pool.req_to_host_pool[2, 1].fill_(-1), r"req_to_host_pool\[2\]"),
+        (lambda pool: pool._num_users.__setitem__(pool._pages[1][0], 1), "lost or owned twice"),
+        (lambda pool: pool._num_users.__setitem__(pool._free[0], 1), "lost or owned twice"),
+        (lambda pool: pool._pages[1].append(pool._pages[1][1]), "lost or owned twice"),
+        (lambda pool: pool._free.append(pool._pages[1][0]), "lost or owned twice"),
     ],
-    ids=range(9),
+    ids=range(13),
 )
 def test_integrity_failures_are_found(corrupt, message):
     pool = make_pool()
     pool.allocate(0, 7)
     pool.allocate(2, 8)
+    pool.allocate(1, 6, Prefix(0, 4))
     pool.check_integrity()
     corrupt(pool)
     with pytest.raises(AssertionError, match=message):

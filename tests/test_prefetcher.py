@@ -182,7 +182,7 @@ class Twins:
 
 def gather(cache: HiSparseCache, layer: int, slots: Tensor, batch: Batch) -> Tensor:
     """What attention reads: the records [R, K, W] at the slots, 0 where there is none."""
-    index = cache.first_slot[batch.req_pool_indices][:, None] + slots.clamp(min=0)
+    index = cache.first_slots(layer)[batch.req_pool_indices][:, None] + slots.clamp(min=0)
     found = cache.slot_records(layer)[index.flatten()].view(*slots.shape, -1)
     return torch.where((slots >= 0)[..., None], found, 0)
 
@@ -227,6 +227,17 @@ def test_random_walk(backend, anchor_of):
     walk(twins, num_steps, decode)
 
 
+SIZES_OF_GROUPS = (6, 6, 6, 9, 9, 4)
+
+
+@every_backend
+def test_random_walk_with_a_size_per_group(backend):
+    """Each group crosses its own B, and its plans have its own slots."""
+    num_steps = {"torch": 100, "simulated": 15, "cuda": 200}[backend]
+    twins = Twins(backend, device_buffer_size=SIZES_OF_GROUPS)
+    walk(twins, num_steps, lambda rows: twins.decode(rows, padding=4 - len(rows)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", [1, 16])
 def test_random_walk_with_a_late_side_stream(blocks):
@@ -237,9 +248,10 @@ def test_random_walk_with_a_late_side_stream(blocks):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("delay", [False, True])
-def test_random_walk_in_cuda_graphs(delay):
+@pytest.mark.parametrize("size", [6, SIZES_OF_GROUPS], ids=str)
+def test_random_walk_in_cuda_graphs(delay, size):
     """A graph per batch size, captured with one prefetcher, replayed with whatever comes."""
-    twins = Twins("cuda", delay=delay)
+    twins = Twins("cuda", delay=delay, device_buffer_size=size)
     graphs = {}
     for size in (4, 2):
         positions = torch.zeros(6, size, 4, dtype=torch.int32, device="cuda")

@@ -213,6 +213,22 @@ def test_the_plan_of_the_step_before_is_forgotten(device):
         rig.check(str(counts))
 
 
+@every_device
+@pytest.mark.parametrize("size", ["odd", "one_piece"])
+def test_a_layer_of_fewer_slots(device, size):
+    """One replayer for layers of different B: where a request's slots begin is the layer's own."""
+    rig = Rig(device, PLANS["holes"], size)
+    rig.replayer.device_buffer_size = 12
+    batch = rig.rows.actual, rig.num_real.actual
+    layer = {"host_records": rig.host.actual, "records": rig.slots.actual}
+    with pytest.raises(ValueError, match=r"expected \[rows, 13, W\]"):
+        rig.replayer.replay(*batch, **layer)
+    rig.check()
+    rig.replayer.replay(*batch, **layer, num_slots=9)
+    rig.expect()
+    rig.check()
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_order_of_threads_does_not_matter(seed):
     """Not within a list of records, nor from one list to the next."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import minihisparse
-from minihisparse import runner
+from minihisparse import runner, stats
 from minihisparse.assembly import make_runner
 from minihisparse.batch import Batch
 from minihisparse.config import HiSparseConfig
@@ -32,6 +32,7 @@ from minihisparse.stats import (
     cache_report,
     environment_report,
     memory_report,
+    report_run,
 )
 
 CPU = torch.device("cpu")
@@ -269,6 +270,43 @@ def test_cache_report_of_full_kv(tiny_decoder):
     assert set(report) == {"hits", "misses", "hit_rate", "evictions", "bytes_h2d"}
     assert set(report.values()) == {None}
     json.dumps(report, allow_nan=False)
+
+
+def test_report_of_a_run(tiny_decoder):
+    """All kinds of cost, beside what a command has said before."""
+    one, workspace, timings = small_runner(tiny_decoder()), Workspace(CPU), Timings()
+    timings.add_step(0.5, num_tokens=2)
+    row = one.admit(100)
+    one.prefill(row, torch.arange(60))
+    one.decode(torch.tensor([1]), Batch.make([row], [61], CPU))
+    report = {"command": "step"}
+    report_run(report, one, timings, workspace, [61])
+    assert report == {
+        "command": "step",
+        **timings.report(),
+        "cache": cache_report(one.cache),
+        "memory": memory_report(one.cache, one.selector, workspace, [61]),
+        "prefix": one.prefix_report(),
+    }
+    assert report["steps"] == 1 and report["cache"]["misses"] and report["prefix"]["requests"] == 1
+    step = DecodeStep(one)
+    report_run(report, one, timings, workspace, [61], step)
+    assert report["memory"] == memory_report(one.cache, one.selector, workspace, [61], step)
+    json.dumps(report, allow_nan=False)
+
+
+def test_times_are_reported_of_a_broken_device(tiny_decoder, monkeypatch):
+    """After an error on a GPU nothing there can be read any more."""
+
+    def fail(cache):
+        raise RuntimeError("unspecified launch failure")
+
+    monkeypatch.setattr(stats, "cache_report", fail)
+    one, report, timings = small_runner(tiny_decoder()), {}, Timings()
+    timings.add_step(0.5, num_tokens=2)
+    with pytest.raises(RuntimeError, match="launch failure"):
+        report_run(report, one, timings, Workspace(CPU), [])
+    assert report == timings.report()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
