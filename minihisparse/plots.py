@@ -6,7 +6,8 @@ figures are made without pyplot, so they need no display and leave no global sta
 Data is plain dicts and lists, with a "config" line that says what was run; it becomes part of the
 title. `save` writes it as JSON beside the picture, so that a figure can always be made again.
 
-It deliberately does not know models, caches or traces.
+Here are the figures of decoding, Resolve and the tutorials; those of traces are in
+`trace_figures.py`. It deliberately does not know models, caches or traces.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ def plot_hit_rate(data: Mapping[str, Any]) -> Figure:
         }
         steps = range(1, len(by_step[label]) + 1)
         every = max(1, len(steps) // 12)
-        left.plot(steps, _percent(by_step[label]), linewidth=1.5, markevery=every, **style)
+        left.plot(steps, percent(by_step[label]), linewidth=1.5, markevery=every, **style)
         layers = range(len(by_layer[label]))
-        right.plot(layers, _percent(by_layer[label]), linestyle="none", **style)
+        right.plot(layers, percent(by_layer[label]), linestyle="none", **style)
     left.set(xlabel="decode step", ylim=(0, 101), title="all layers, first step included")
-    floor = 10 * int(min(min(_percent(rates)) for rates in by_layer.values()) / 10)
+    floor = 10 * int(min(min(percent(rates)) for rates in by_layer.values()) / 10)
     right.set(
         xlabel=f"layer (vertical axis starts at {floor}%)",
         ylim=(floor, 100 + (100 - floor) / 50),
@@ -76,7 +77,7 @@ def plot_hit_rate(data: Mapping[str, Any]) -> Figure:
     for axes in (left, right):
         axes.set_ylabel("hit rate (% of selected records)")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        _tidy(axes)
+        tidy(axes)
     left.legend(loc="lower right", frameon=False)
     figure.suptitle(f"Share of the selected records that were in a slot\n{data['config']}")
     return figure
@@ -175,7 +176,7 @@ def plot_decode(data: Mapping[str, Any]) -> Figure:
     tpot.set(xlabel="throughput with prefill (tokens/s)", ylabel="mean TPOT (ms, from 0)")
     tpot.set_ylim(bottom=0)
     for axes in (throughput, ttft, tpot):
-        _tidy(axes)
+        tidy(axes)
     handles = throughput.get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=len(modes), frameon=False)
     figure.suptitle(f"Decoding, per cache\n{data['config']}")
@@ -204,7 +205,8 @@ def config_line(report: Mapping[str, Any], args: Any) -> str:
             parts.append(f"{args.num_layers} layers")
     parts += [report["dtype"], report["device_name"], f"K = {args.hisparse.top_k}"]
     if args.hisparse.cache_size_mb is None:
-        parts.append(f"B = {args.hisparse.device_buffer_size}")
+        size = args.hisparse.device_buffer_size
+        parts.append(f"B = {size}" if isinstance(size, int) else "B per layer")
     else:
         parts.append(f"{args.hisparse.cache_size_mb:g} MiB of slots")
     if report["output_len"] is None:
@@ -235,7 +237,7 @@ def _stack(axes, rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> No
         axes.plot(ends, [row["limit_us"]] * 2, color="black", linestyle="--", label=label)
     axes.set_xticks(places, labels)
     axes.set(ylabel="microseconds per call (from 0)", ylim=(0, 1.1 * max(whole)))
-    _tidy(axes)
+    tidy(axes)
 
 
 def save(figure: Figure, data: Mapping[str, Any], path: str | Path) -> Path:
@@ -254,11 +256,13 @@ def save(figure: Figure, data: Mapping[str, Any], path: str | Path) -> Path:
     return path
 
 
-def _percent(rates: Sequence[float]) -> list[float]:
+def percent(rates: Sequence[float]) -> list[float]:
+    """Shares in 0..1 as percentages."""
     return [100 * rate for rate in rates]
 
 
-def _tidy(axes) -> None:
+def tidy(axes) -> None:
+    """The style of all axes: horizontal lines behind the data, no frame above and to the right."""
     axes.grid(axis="y", color="0.9")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

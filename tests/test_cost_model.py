@@ -90,3 +90,78 @@ def test_limits():
     assert bus_bound.tokens_per_second(10**9, 0.5) == pytest.approx(limit)
     assert bus_bound.tokens_per_second(10, 0.5) < limit
     assert MODEL.tokens_per_second(10**9) == pytest.approx(1e6 / 5.0)
+
+
+# ---- slots, latency, and rows of `bench decode` ----
+
+
+def row_of(mode: str, requests: int, step_us: float, slots: int = 0, num_bytes: float = 0) -> dict:
+    """What `bench decode` reports, as far as it is read; of the sizes above."""
+    records = 3 * 1000 * requests * (slots + 1)
+    return {
+        "mode": mode,
+        "running_mean": float(requests),
+        "running_max": requests,
+        "step_ms": {"mean": step_us / 1e3},
+        "bytes_h2d_per_step": num_bytes if mode == "hisparse" else None,
+        "memory": {"device_kv_bytes": records},
+    }
+
+
+MORE = {"io_latency_us": 2.0, "scan_us_per_slot": 0.5}
+
+
+def rows_by_hand() -> list[dict]:
+    """Of 100 us, 5 per request, and 4 of bookkeeping in each of three layers; 2,000 bytes a us."""
+    hisparse = 100 + 10 + 3 * (4 + 0.5 * 20) + 3 * 2 + 30_000 / 2000
+    return [
+        row_of("full", 1, 105),
+        row_of("full", 8, 140),
+        row_of("no-io", 4, 120 + 3 * (4 + 0.5 * 30), slots=30),
+        row_of("hisparse", 2, hisparse, slots=20, num_bytes=30_000),
+    ]
+
+
+def test_slots_and_latency_by_hand():
+    more = replace(MODEL, **MORE)
+    assert more.hisparse_step_us(2, 0.5, 20) == pytest.approx(110 + 3 * (4 + 10) + 3 * 2 + 15)
+    assert more.io_us(2, 0.0) == 0.0  # nothing is fetched, so nothing is waited for
+    rate = more.tokens_per_second(2, 0.5, 20)
+    assert rate == pytest.approx(2e6 / more.hisparse_step_us(2, 0.5, 20))
+
+
+def test_rows_give_the_constants_back():
+    fitted = CostModel.fit_rows(rows_by_hand(), **SIZES, **MORE)
+    assert fitted.fixed_us == pytest.approx(100) and fitted.per_request_us == pytest.approx(5)
+    assert fitted.bookkeeping_us == pytest.approx(4)
+    for row in rows_by_hand():
+        assert fitted.row_us(row) == pytest.approx(1e3 * row["step_ms"]["mean"])
+    assert [fitted.slots_of(row) for row in rows_by_hand()[2:]] == [30, 20]
+    assert fitted.hisparse_step_us(2, 0.5, 20) == pytest.approx(fitted.row_us(rows_by_hand()[3]))
+
+
+def test_rows_without_a_cache_leave_bookkeeping_as_given():
+    fitted = CostModel.fit_rows(rows_by_hand()[:2], **SIZES, **MORE, bookkeeping_us=7.0)
+    assert fitted.bookkeeping_us == 7.0 and fitted.fixed_us == pytest.approx(100)
+
+
+def test_rows_that_are_no_steps_are_left_out():
+    idle = row_of("full", 3, 1) | {"step_ms": None}
+    others = [row_of("prefetch", 5, 1), row_of("transformers", 5, 1e6), idle]
+    fitted = CostModel.fit_rows(rows_by_hand() + others, **SIZES, **MORE)
+    assert fitted == CostModel.fit_rows(rows_by_hand(), **SIZES, **MORE)
+
+
+def test_rows_with_noise_have_no_negative_cost():
+    """No-io faster than full KV: bookkeeping would be below 0."""
+    rows = [row_of("full", 1, 105), row_of("full", 8, 140), row_of("no-io", 4, 90, slots=30)]
+    fitted = CostModel.fit_rows(rows, **SIZES)
+    assert fitted.bookkeeping_us == 0.0 and fitted.fixed_us > 0
+
+
+def test_rows_of_another_model_are_refused():
+    rows = rows_by_hand()
+    with pytest.raises(ValueError, match="measured with another model"):
+        CostModel.fit_rows(rows, **{**SIZES, "record_bytes": 4000})
+    with pytest.raises(ValueError, match="expected two different ones"):
+        CostModel.fit_rows(rows[:1], **SIZES)

@@ -227,6 +227,8 @@ def test_config_lines():
         "8b.json, random weights, 4 layers, bfloat16, a GPU, K = 256, 1.5 MiB of slots, "
         "64 new tokens, selections long.safetensors"
     )
+    args.hisparse = HiSparseConfig(top_k=256, device_buffer_size=(512, 768))
+    assert "K = 256, B per layer, 64 new tokens" in plots.config_line(report, args)
     args.num_layers, args.selections = None, "synthetic:miss=0.1"
     line = plots.config_line(report, args)
     assert line.startswith("8b.json, random weights, bfloat16")
