@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import minihisparse
-from minihisparse import cli, commands, host_store
+from minihisparse import cli, demo_command, host_store
 from minihisparse.config import HiSparseConfig
 from minihisparse.engine import LLM
 from minihisparse.gpu_cache import HiSparseCache
@@ -44,6 +44,15 @@ MEMORY_KEYS = {
     "workspace_bytes",
     "host_pool_bytes",
     "full_kv_bytes",
+}
+PREFIX_KEYS = {
+    "requests",
+    "requests_sharing",
+    "tokens_computed",
+    "tokens_shared",
+    "pages_shared",
+    "host_bytes_peak",
+    "host_bytes_saved",
 }
 STEP_KEYS = {"step_bytes", "graph_bytes"}  # of commands that have a decode step of their own
 START_KEYS = {"command", "version", "torch", "device", "device_name", "dtype", "seed"}
@@ -140,9 +149,9 @@ def greedy(llm: LLM, prompt, new: int, **params) -> tuple[str, list[int]]:
 
 def assert_report(result: Result, *more: str) -> None:
     report = result.report
-    assert set(report) == START_KEYS | TIME_KEYS | {"cache", "memory", *more}
+    assert set(report) == START_KEYS | TIME_KEYS | {"cache", "memory", "prefix", *more}
     own_step = report["command"] in ("generate", "chat", "step")
-    assert set(report["cache"]) == CACHE_KEYS
+    assert set(report["cache"]) == CACHE_KEYS and set(report["prefix"]) == PREFIX_KEYS
     assert set(report["memory"]) == MEMORY_KEYS | (STEP_KEYS if own_step else set())
     assert (report["device"], report["dtype"], report["seed"]) == ("cpu", "float32", 0)
     assert all(isinstance(value, int) for value in report["memory"].values())
@@ -330,11 +339,72 @@ def test_cache_size_mb(run):
     assert result.report["memory"]["device_kv_bytes"] == 40 * RECORD_BYTES
 
 
+# ---- prompts that begin alike ----
+
+
+def test_one_document_for_many(run, reference):
+    """About one document of host memory, and one prefill; switched off, sixteen of each."""
+    prompts = [f"{LONG}{letter}?" for letter in "ABCDEFGHIJKLMNOP"]
+    argv = ["generate", *(flag for prompt in prompts for flag in ("--prompt", prompt))]
+    argv += ["--max-running-requests", "16", "--max-new-tokens", "3", "--ignore-eos"]
+    sharing, alone = run(*argv), run(*argv, "--disable-prefix-sharing")
+    assert sharing.code == alone.code == 0 and sharing.text == alone.text
+    (length,) = {len(reference.tokenizer.encode(prompt)) for prompt in prompts}
+    document = len(reference.tokenizer.encode(LONG)) // PAGE * PAGE  # Quest's pages, too
+    assert length - document < 2 * PAGE
+    pages, page_bytes = -(-(length + 3) // PAGE), PAGE * RECORD_BYTES
+    nothing_shared = {
+        "requests": 16,
+        "requests_sharing": 0,
+        "tokens_computed": 16 * length,
+        "tokens_shared": 0,
+        "pages_shared": 0,
+        "host_bytes_peak": 16 * pages * page_bytes,
+        "host_bytes_saved": 0,
+    }
+    saved = 15 * document // PAGE
+    assert alone.report["prefix"] == nothing_shared
+    assert sharing.report["prefix"] == {
+        "requests": 16,
+        "requests_sharing": 15,
+        "tokens_computed": document + 16 * (length - document),
+        "tokens_shared": 15 * document,
+        "pages_shared": saved,
+        "host_bytes_peak": (16 * pages - saved) * page_bytes,
+        "host_bytes_saved": saved * page_bytes,
+    }
+    with_full_kv = run(*argv, "--cache", "full")
+    assert with_full_kv.report["prefix"]["tokens_shared"] == 15 * document
+    assert with_full_kv.report["prefix"]["host_bytes_saved"] is None
+
+
+def test_verify_with_a_common_beginning(run, text_file):
+    """Exact with sharing and without; each prompt is the beginning of another."""
+    argv = ["verify", "--prompt-file", str(text_file), "--prompt-tokens", "100,200,150"]
+    argv += ["--max-new-tokens", "4"]
+    sharing, alone = run(*argv), run(*argv, "--disable-prefix-sharing")
+    for result in (sharing, alone):
+        assert result.text == "exact: 3 requests, 3 decode steps, all bits equal\n"
+    assert sharing.report["prefix"]["tokens_shared"] == 100 + 148  # one token is left to compute
+    assert alone.report["prefix"]["tokens_shared"] == 0
+
+
+def test_only_where_requests_run_together(capsys):
+    """A flag that would have no effect is not accepted."""
+    for command in ("generate", "verify"):
+        assert cli.build_parser().parse_args([command, "--model", "x", "--disable-prefix-sharing"])
+    for command in ("demo", "chat", "step", "bench decode", "bench serve"):
+        with pytest.raises(SystemExit):
+            argv = [*command.split(), "--model", "x", "--disable-prefix-sharing"]
+            cli.build_parser().parse_args(argv)
+        assert "unrecognized arguments: --disable-prefix-sharing" in capsys.readouterr().err
+
+
 # ---- progress, and the report in a file ----
 
 
 def test_bars_are_on_stderr(run, monkeypatch):
-    monkeypatch.setattr(commands, "DEMO_TOKENS", 100)
+    monkeypatch.setattr(demo_command, "DEMO_TOKENS", 100)
     for argv in (
         ["generate", "--prompt", TEXT, "--max-new-tokens", "3"],
         ["generate", "--prompt", TEXT, "--prompt", "a", "--max-new-tokens", "3"],
@@ -402,7 +472,8 @@ def test_chat_without_a_last_newline_and_without_messages(run):
 
 def assert_report_keys_of_nothing(result: Result) -> None:
     """No tokens: times and rates are null, not NaN and not missing."""
-    assert set(result.report) == START_KEYS | TIME_KEYS | {"cache", "memory"}
+    assert set(result.report) == START_KEYS | TIME_KEYS | {"cache", "memory", "prefix"}
+    assert result.report["prefix"] == dict.fromkeys(PREFIX_KEYS, 0)
     assert result.report["steps"] == 0 and result.report["ttft_ms"] is None
     assert result.report["cache"]["hit_rate"] is None
 
@@ -516,7 +587,7 @@ def test_verify_writes_no_nan(run, monkeypatch):
         return out
 
     monkeypatch.setattr(Runner, "logits", logits)
-    monkeypatch.setattr(commands, "DEMO_TOKENS", 100)
+    monkeypatch.setattr(demo_command, "DEMO_TOKENS", 100)
     for argv in (["verify", "--prompt", TEXT], ["demo", "--prompt-file", __file__]):
         result = run(*argv, "--max-new-tokens", "3")
         assert result.code == 1 and result.report["exact"] is False
@@ -553,11 +624,11 @@ def test_demo_with_defaults(run, monkeypatch, tiny_folder):
     monkeypatch.setattr(
         get_smollm2, "get_smollm2", lambda progress: asked.append(progress) or tiny_folder
     )
-    monkeypatch.setattr(commands, "DEMO_TOKENS", 500)
+    monkeypatch.setattr(demo_command, "DEMO_TOKENS", 500)
     result = run("demo", "--max-new-tokens", "3", model=None)
     assert result.code == 0 and asked == [False]
-    assert result.text.startswith(f"document: {commands.DEMO_MODULE}.py, ")
-    assert f"question: {commands.QUESTION}" in result.text
+    assert result.text.startswith(f"document: {demo_command.DEMO_MODULE}.py, ")
+    assert f"question: {demo_command.QUESTION}" in result.text
     assert 500 < int(result.text.split()[2]) < 700
 
 
@@ -696,6 +767,17 @@ def test_bench_decode_takes_one_model(run, tiny_folder):
         ["bench", "resolve", "--points", "0:1"],
         ["bench", "resolve", "--points", "1:-1"],
         ["bench", "resolve", "--points", "1:2:3"],
+        ["generate", "--model", "m", "--prompt", "a", "--device-buffer-size", "many"],
+        ["generate", "--model", "m", "--prompt", "a", "--device-buffer-size", "9,"],
+        ["trace"],
+        ["trace", "erase", "FILE"],
+        ["trace", "record", "--model", "m", "--prompt", "a"],  # no --out
+        ["trace", "record", "--out", "FILE", "--prompt", "a"],  # no --model
+        ["trace", "record", "--model", "m", "--out", "FILE", "--prompt", "a", "--stop", "b"],
+        ["trace", "replay"],
+        ["trace", "replay", "FILE", "--device-buffer-size", "0"],
+        ["trace", "replay", "FILE", "--device", "cpu"],  # it runs nowhere else
+        ["trace", "size"],
     ],
     ids=" ".join,
 )
@@ -713,16 +795,37 @@ def test_version_and_help(capsys):
             cli.main([flag])
         assert exit.value.code == 0
     assert capsys.readouterr().out.startswith(minihisparse.__version__ + "\nusage:")
-    for command in ("demo", "generate", "chat", "verify", "step", "bench decode", "bench serve"):
+    more = ("bench decode", "bench serve", "trace record")
+    for command in ("demo", "generate", "chat", "verify", "step", *more):
         with pytest.raises(SystemExit) as exit:
             cli.main([*command.split(), "--help"])
         assert exit.value.code == 0
         assert "--hisparse-config" in capsys.readouterr().out
-    for command, words in (("bench", "no model"), ("bench resolve", "--blocks-per-request")):
+    for command, words in (
+        ("bench", "no model"),
+        ("bench resolve", "--blocks-per-request"),
+        ("trace", "Figure 6"),
+        ("trace replay", "last_step, random, fifo"),
+        ("trace size", "--host-gib"),
+    ):
         with pytest.raises(SystemExit) as exit:
             cli.main([*command.split(), "--help"])
         assert exit.value.code == 0
         assert words in capsys.readouterr().out
+
+
+def test_a_size_per_layer(run):
+    """Of two layers; as flags and as JSON."""
+    argv = ["generate", "--prompt", LONG, "--max-new-tokens", "5"]
+    sizes = ["--top-k", "8", "--page-size", "4", "--device-buffer-size", "9,30"]
+    flags = run(*argv, sizes=sizes)
+    values = json.dumps({"top_k": 8, "page_size": 4, "device_buffer_size": [9, 30]})
+    config = run(*argv, "--hisparse-config", values, sizes=[])
+    assert flags.code == config.code == 0 and flags.text == config.text
+    assert flags.report["cache"] == config.report["cache"]
+    assert flags.report["memory"]["device_kv_bytes"] == (10 + 31) * RECORD_BYTES // 2
+    refused = run(*argv, sizes=[*sizes[:-1], "9,30,40"])
+    assert refused.code == 1 and "got 3 sizes for 2 layers" in refused.report["error"]
 
 
 # ---- bad input ----
@@ -1032,7 +1135,7 @@ def test_interrupted_generate_of_several(run, monkeypatch):
 
 
 def test_interrupted_demo(run, reference, monkeypatch, text_file):
-    message = {"role": "user", "content": f"{LONG}\n\n{commands.QUESTION}"}
+    message = {"role": "user", "content": f"{LONG}\n\n{demo_command.QUESTION}"}
     expected, _ = greedy(reference, reference.chat_prompt([message]), 7)
     interrupt_at(monkeypatch, 4 * 6 + 3)  # two runners of two layers: in the seventh step
     result = run("demo", "--prompt-file", str(text_file), "--max-new-tokens", "20")
@@ -1090,7 +1193,8 @@ def test_verify_in_a_process(tiny_folder, text_file, tmp_path):
     assert result.code == 0
     assert result.report["exact"] is True and result.report["dtype"] == "bfloat16"
     warned = [line for line in err.splitlines() if "EncodingWarning" in line]
-    assert not [line for line in warned if "commands.py" in line or "cli.py" in line]
+    ours = ("verify_command.py", "command_inputs.py", "cli.py")
+    assert not [line for line in warned if any(name in line for name in ours)]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
