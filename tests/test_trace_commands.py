@@ -176,9 +176,10 @@ def test_interrupted_recording(record, monkeypatch, trace):
     assert code == 0 and report["exact"] is True
 
 
-# The command, with steps that leave its parent the time to end it.
+# The command, with steps that leave its parent the time to end it; with Ctrl-C as in a terminal: a
+# process that was started in the background ignores it.
 SLOWLY = """
-import sys, time
+import signal, sys, time
 from minihisparse.cli import main
 from minihisparse.trace_writer import TraceWriter
 
@@ -189,6 +190,7 @@ def append_slowly(self, *step):
     append(self, *step)
 
 TraceWriter.append = append_slowly
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(main())
 """
 
