@@ -24,7 +24,7 @@ from minihisparse.batch import Batch
 from minihisparse.gpu_cache import HiSparseCache
 from minihisparse.kernels.resolve import resolve_oracle
 from minihisparse.model_config import ModelConfig
-from minihisparse.weights_scripts.distil_dsa import SETTINGS, DsaStudent, forced
+from minihisparse.weights_scripts.distil_dsa import DsaStudent
 from minihisparse.weights_scripts.distil_model import dense_probabilities
 
 REPOSITORY = Path(__file__).parents[1]
@@ -72,7 +72,7 @@ def test_it_runs(seven):
 
 def test_the_figure_and_its_data(seven):
     pytest.importorskip("matplotlib")
-    names = ["07_hit_rate.json", "07_hit_rate.png", "07_random_addon.safetensors"]
+    names = ["07_addon.safetensors", "07_hit_rate.json", "07_hit_rate.png"]
     assert files_in(seven.folder) == [f"out/{name}" for name in names]
     data = json.loads((seven.folder / "out/07_hit_rate.json").read_text())
     assert data == {
@@ -85,7 +85,7 @@ def test_the_figure_and_its_data(seven):
 def test_without_matplotlib(seven, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.chdir(tmp_path)
-    run_cell(seven, "def hit_rates")
+    run_cell(seven, "compared, by_layer")
     assert "minihisparse[plots]" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
@@ -130,17 +130,20 @@ def student(seven):
 
 
 def test_always_is_what_the_selection_holds(seven):
-    assert torch.equal(seven.given, forced(seven.texts[0].states, SETTINGS))
+    """The first four positions, and the newest 16: of each query, by a loop."""
+    for row, position in enumerate(seven.ROWS.tolist()):
+        held = {*range(4), *range(position - 15, position + 1)}
+        assert seven.given[row].nonzero()[:, 0].tolist() == sorted(held)
+        assert seven.causal[row].sum() == position + 1 and seven.causal[row, : position + 1].all()
 
 
 def test_the_indexer_and_the_loss(seven, student):
     for text in seven.texts[:2]:
         states = text.states
         loss = student.loss(states)
-        weights = seven.Weights(*student.indexers[0].tensors().values())
-        angles, scale = student._angles, float(student.input_scale[0])
-        ours = seven.index_scores(states.x * scale, states.rows, weights, angles)
-        theirs = student.indexers[0].scores(states.x, states.rows, angles, scale)
+        indexer, scale = student.indexers[0], float(student.input_scale[0])
+        ours = seven.index_scores(states.x * scale, states.rows, indexer)
+        theirs = indexer.scores(states.x, states.rows, student._angles, scale)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         left_out = ~states.causal | seven.given
         torch.testing.assert_close(
@@ -160,10 +163,11 @@ def test_the_divergence_by_hand(seven):
     assert seven.divergence(p, p.log(), torch.zeros_like(out)).abs() < 1e-6
 
 
-def without_relu(x, rows, w, angles):
-    k = torch.nn.functional.layer_norm(x @ w.wk.T, w.gain.shape, w.gain, w.bias, 1e-6)
-    q = (x[rows] @ w.wq.T).unflatten(1, (len(w.heads), -1))
-    return torch.einsum("rhd,td,rh->rt", q, k, x[rows] @ w.heads.T)
+def without_relu(x, rows, of):
+    gain, bias = of.k_norm_weight, of.k_norm_bias
+    k = torch.nn.functional.layer_norm(x @ of.wk.T, gain.shape, gain, bias, 1e-6)
+    q = (x[rows] @ of.wq.T).unflatten(1, (len(of.weights_proj), -1))
+    return torch.einsum("rhd,td,rh->rt", q, k, x[rows] @ of.weights_proj.T)
 
 
 def test_comparing_with_the_engine_can_fail(seven):
@@ -171,7 +175,7 @@ def test_comparing_with_the_engine_can_fail(seven):
     assert not all(run_cell(seven, "N, NEWEST", index_scores=without_relu)["same_lists"])
     for change in ({"RECENT": seven.RECENT + 1}, {"SINKS": seven.SINKS - 1}):
         assert not all(run_cell(seven, "N, NEWEST", **change)["same_lists"])
-    other = {"weights_of": lambda addon, layer: seven.weights_of(addon, layer + 1)}
+    other = {"indexer_of": lambda addon, layer: seven.indexer_of(addon, layer + 1)}
     assert not all(run_cell(seven, "N, NEWEST", **other)["same_lists"])
 
 
@@ -180,14 +184,13 @@ def test_comparing_with_the_engine_can_fail(seven):
 
 def test_found_counts_what_is_read(seven):
     texts = seven.held_out
-    every = seven.found([text.states.causal for text in texts], texts)
-    assert every == pytest.approx((1, 1, 1), abs=1e-5)
-    nothing = seven.found([torch.zeros_like(text.states.causal) for text in texts], texts)
-    assert nothing == (0, 0, 0)
-    free = seven.found([seven.given] * 3, texts)
-    assert free.mass == pytest.approx(seven.free, abs=1e-5) and free.searched == 0
-    best = seven.found([seven.oracle(seven.K)(text.states) for text in texts], texts)
-    assert best.mass == pytest.approx(seven.top_mass[seven.K], abs=1e-5)
+    every = seven.found(lambda states: states.causal, texts)
+    assert every == pytest.approx([1, 1, 1], abs=1e-5)
+    assert seven.found(lambda states: torch.zeros_like(states.causal), texts) == [0, 0, 0]
+    mass, searched, _ = seven.found(lambda states: seven.given, texts)
+    assert mass == pytest.approx(seven.free, abs=1e-5) and searched == 0
+    mass, _, _ = seven.found(seven.oracle(seven.K), texts)
+    assert mass == pytest.approx(seven.top_mass[seven.K], abs=1e-5)
     # What is at the source only: found by queries of the copy; by a loop.
     at_source = [torch.zeros_like(text.states.causal) for text in texts]
     shares = []
@@ -200,13 +203,15 @@ def test_found_counts_what_is_read(seven):
                 half += float(read[: seven.SPAN // 2].sum())
                 whole += float(read.sum())
         shares.append(half / whole)
-    found = seven.found(at_source, texts)
-    assert found.source == pytest.approx(sum(shares) / 3, rel=1e-4) and 0.3 < found.source < 0.7
+    masks = iter(at_source)
+    _, _, source = seven.found(lambda states: next(masks), texts)
+    assert source == pytest.approx(sum(shares) / 3, rel=1e-4) and 0.3 < source < 0.7
 
 
 def test_picks_are_k_positions_and_hold_what_is_given(seven):
+    select = seven.picks(seven.students["trained"], seven.SCALE, seven.K)
     for text in seven.held_out:
-        mask = seven.picks(text, *seven.students["trained"], seven.SCALE, seven.K)
+        mask = select(text.states)
         assert (mask.sum(1) == seven.K).all() and not (mask & ~text.states.causal).any()
         assert (mask | ~seven.given).all()
 
@@ -309,12 +314,11 @@ def test_asserts_can_fail(seven, change):
 
 
 def check_answer_2(chapter: SimpleNamespace) -> None:
-    target = chapter.results["Quest"].searched
+    target = chapter.searched["Quest"]
 
     def searched(top_k: int) -> float:
-        student = chapter.students["trained"]
-        masks = [chapter.picks(t, *student, chapter.SCALE, top_k) for t in chapter.held_out]
-        return chapter.found(masks, chapter.held_out).searched
+        select = chapter.picks(chapter.students["trained"], chapter.SCALE, top_k)
+        return chapter.found(select, chapter.held_out)[1]
 
     assert searched(chapter.fewest - 1) < target <= searched(chapter.fewest)
 

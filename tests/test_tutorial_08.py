@@ -115,13 +115,13 @@ def test_lockstep(eight):
 def test_comparing_the_shared_cache_can_fail(eight, monkeypatch):
     """A replay that copies nothing, or one record into the next slot, is seen."""
     fetch = HiSparseCache._fetch
-    assert all(eight.share()[2])
+    assert all(eight.share())
     for fault in (
         lambda cache, layer, plan: layer == 1 or fetch(cache, layer, plan),
         lambda cache, layer, plan: fetch(cache, layer, (plan[0], (plan[1] + layer) % 8)),
     ):
         monkeypatch.setattr(HiSparseCache, "_fetch", fault)
-        assert not all(eight.share()[2])
+        assert not all(eight.share())
 
 
 def test_same_means_bytes(eight):
@@ -136,7 +136,7 @@ def test_same_means_bytes(eight):
 def test_one_group_by_hand(eight):
     """compute 40 (10 of it before the selection), select 10, Resolve 5, io 50."""
     assert eight.made_up == (40, 10, 10, 5, 50)
-    steps = [eight.step_us(mode, eight.made_up, (0, 0, 0)) for mode in eight.MODES]
+    steps = [eight.made_up.step(mode, (0, 0, 0)) for mode in eight.MODES]
     assert steps == [3 * (40 + 55) + 10, 10 + 10 + 55 + 30 + 2 * (10 + 10 + 30), 3 * 40 + 15]
     bars = eight.time_line("prefetch", eight.made_up, (0, 0, 0))
     assert [bar[1:] for bar in bars if bar.stream == "side"] == [
@@ -195,13 +195,11 @@ def test_exposed_io_by_size_of_groups(eight):
 
 def test_what_is_in_the_wrong_slots(eight):
     """Some were never filled; the others have what layer 3's slot of that number was to get."""
-    cache = eight.make_cache(eight.ANCHOR_OF, num_layers=6)
-    generator = torch.Generator().manual_seed(3)
-    for S in range(eight.LENGTHS[0], eight.FAULT):
-        eight.step_of(cache, S, generator)
+    before = {S: picks for S, picks in eight.SIX.items() if S < eight.FAULT}
+    *_, (S, cache) = eight.walk(eight.ANCHOR_OF, before)
     plans = {}
     for anchor in (0, 3):
-        picks = eight.make_picks(S + 1, generator)[0].tolist()
+        picks = eight.SIX[S + 1][anchor][0].tolist()
         plans[anchor] = resolve_oracle(picks, S + 1, *eight.tables_of(cache, anchor))[1]
     tokens = eight.tables_of(cache, 0)[0]
     for fetch in plans[0]:
@@ -222,7 +220,7 @@ def test_a_wait_is_missed_whenever_there_is_something_to_copy(eight):
     seen = set()
     for fault_at in range(eight.LENGTHS[0], 21):
         eight.refused.clear()
-        found = eight.walk(fault_at)
+        found = eight.damage(fault_at)
         assert len(eight.refused) == 1
         assert not any(found[S][0] for S in found if S < fault_at)
         assert bool(found[fault_at][0]) == bool(found[fault_at][1])
@@ -241,8 +239,8 @@ def test_comparing_orders_can_fail(eight, monkeypatch):
             cache.records[1][0, eight.B] = -1.0
 
     monkeypatch.setattr(HiSparseCache, "_fetch", into_slot_b_too)
-    assert all(eight.share(copy_first=True)[2][eight.B - eight.K :])
-    assert not any(eight.share(copy_first=False)[2][eight.B - eight.K :])
+    assert all(eight.share(early=True)[eight.B - eight.K :])
+    assert not any(eight.share()[eight.B - eight.K :])
 
 
 # ---- the engine ----
@@ -332,5 +330,5 @@ def test_answers(eight):
     assert eight.answer_2(1000.0)[0] == float("inf")
     for R, hidden in ((int(limit), True), (int(limit) + 1, False)):
         us = eight.times(R)
-        left = eight.exposed("prefetch", us, eight.grouped[4])
+        left = us.exposed("prefetch", eight.grouped[4])
         assert (left == pytest.approx(3 * us.io)) == hidden
