@@ -100,6 +100,7 @@ class HiSparseCache(KVCache):
         self._tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._initial_order = torch.arange(width, dtype=torch.int16, device=device)
         self._lru_slots = self._initial_order.repeat(len(anchors), max_requests, 1)
+        self._make_views()
         self.top_k_device_locs: Tensor | None = None  # [R, K] int32, the answer shared by a group
         self._resolved: int | None = None  # the layer of the last resolve
         self._plan: tuple[Tensor, Tensor] | None = None  # without kernels: what it fetched
@@ -145,8 +146,7 @@ class HiSparseCache(KVCache):
 
         Layers that share a selection share them: they are the anchor's own, not copies.
         """
-        table, size = self._table_of[layer], self.device_buffer_sizes[layer]
-        return self._tokens[table, :, :size], self._lru_slots[table, :, :size]
+        return self._views[layer]
 
     @property
     def device_buffer_tokens(self) -> Tensor:
@@ -184,7 +184,13 @@ class HiSparseCache(KVCache):
         self._counters = self._counters[self._table_of].clone()
         self.anchor_of = tuple(range(self.num_layers))
         self._table_of = list(self.anchor_of)
+        self._make_views()
         self._resolved = None
+
+    def _make_views(self) -> None:
+        """Once and not in every step: each costs some operations."""
+        tables = list(zip(self._table_of, self.device_buffer_sizes, strict=True))
+        self._views = [(self._tokens[t, :, :b], self._lru_slots[t, :, :b]) for t, b in tables]
 
     def _of_all_layers(self, tables: Tensor) -> Tensor:
         """Itself where every layer has its own table, else a copy with a table per layer."""
