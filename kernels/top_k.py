@@ -35,7 +35,6 @@ from minihisparse.kernels.top_k_of_row import (
     MAX_TOP_K,
     NUM_THREADS,
     SHORTEST_TILE,
-    STRIPES,
     top_k_of_tiles_function,
 )
 
@@ -43,12 +42,7 @@ from minihisparse.kernels.top_k_of_row import (
 @cache
 def top_k_kernel(*, num_threads: int, top_k: int, wide: bool) -> Kernel:
     THREADS, K, LIST = num_threads, top_k, top_k + 1
-    top_k_of_tiles = top_k_of_tiles_function(
-        num_threads=num_threads,
-        top_k=top_k,
-        stripes=min(STRIPES, SHORTEST_TILE // (4 * num_threads)),
-        wide=wide,
-    )
+    top_k_of_tiles = top_k_of_tiles_function(num_threads=num_threads, top_k=top_k, wide=wide)
 
     @kernel(max_threads=num_threads)
     def top_k_of_rows(
@@ -107,7 +101,7 @@ class TopK:
         """Allocates the scratch on `device`.
 
         tile_scores: longest row that one block selects from, a multiple of 4; None: by the sizes.
-        num_threads: per block, a power of two in 32..1024. Raises ValueError for other sizes.
+        num_threads: per block, a power of two in 32..512. Raises ValueError for other sizes.
         """
         if not 1 <= top_k <= MAX_TOP_K:
             raise ValueError(f"top_k={top_k} is not in 1..{MAX_TOP_K}")
@@ -115,8 +109,8 @@ class TopK:
             raise ValueError(
                 f"max_length={max_length} must be in 1..2**30 - 1, max_rows={max_rows} at least 1"
             )
-        if num_threads not in (32, 64, 128, 256, 512, 1024):
-            raise ValueError(f"num_threads={num_threads} must be a power of two in 32..1024")
+        if num_threads not in (32, 64, 128, 256, 512):
+            raise ValueError(f"num_threads={num_threads} must be a power of two in 32..512")
         if tile_scores is None:
             # The last block reads top_k candidates of each tile: about as many as a tile has.
             tile_scores = max(SHORTEST_TILE, 4 * round(math.sqrt(max_length * top_k) / 4))

@@ -103,7 +103,7 @@ def bench_decode(
             bar.write(line(rows[-1]), file=sys.stdout)
     if args.compare == "transformers":
         for row in compare.transformers_rows(args, model, ids):
-            rows.append(row | {"prefix": None})  # it shares nothing
+            rows.append(row)
             print(line(row))
     predict(
         rows,

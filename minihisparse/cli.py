@@ -19,7 +19,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from minihisparse import __version__, commands, demo_command, trace_commands, verify_command
+from minihisparse import (
+    __version__,
+    commands,
+    demo_command,
+    record_command,
+    replay_command,
+    sizing_command,
+    verify_command,
+)
 from minihisparse.bench_flags import add_decode_flags, add_resolve_flags, add_serve_flags
 from minihisparse.config import HiSparseConfig
 from minihisparse.flags import (
@@ -157,9 +165,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     traces = group("trace", "what was selected: `trace record`, `trace replay`, `trace size`")
     help = "complete prompts, and write every step's selections to a file"
-    add_record_flags(command("record", trace_commands.record, help, of=traces))
+    add_record_flags(command("record", record_command.record, help, of=traces))
     help = "what other caches would have fetched: the paper's Figure 6"
-    add_replay_flags(bare("replay", trace_commands.replay, help, of=traces))
+    add_replay_flags(bare("replay", replay_command.replay, help, of=traces))
     help = "which B is best: misses, predicted throughput, flags for this engine and SGLang"
-    add_size_flags(bare("size", trace_commands.size, help, of=traces))
+    add_size_flags(bare("size", sizing_command.size, help, of=traces))
     return parser

@@ -1,6 +1,5 @@
 """What `generate`, `chat` and `step` do, from parsed flags to printed text and the fields of the
-report; and the models of the benches. `verify_command.py`, `demo_command.py` and
-`trace_commands.py` are the other commands.
+report; and the models of the benches. The other commands have files of their own, `..._command.py`.
 
 Every command is `command(args, report) -> exit code`. It fills `report` as it goes, so that what
 was measured before an error or Ctrl-C is still printed.

@@ -92,6 +92,7 @@ def _row(mode: str, input_len: int, concurrency: int, ttft: float, steps: list[f
         "link_share": None,
         "joules_per_token": None,
         "memory": None,
+        "prefix": None,  # it shares nothing
         "resolve_us": None,
     }
 

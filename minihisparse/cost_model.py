@@ -25,6 +25,7 @@ import numpy as np
 
 # Of one H200 with PCIe 5 (BENCHMARKS.md).
 KERNEL_SHARE_OF_LINK = 0.9  # what kernels that read pinned memory reach of a memcpy's speed
+BOOKKEEPING_US = 4.0  # Resolve without IO, a layer, K of 256 to 2,048
 IO_LATENCY_US = 2.0  # a call with few misses takes this, and its bytes, longer than one without
 SCAN_US_PER_SLOT = 0.8e-3  # from 2,048 to 16,384 slots
 

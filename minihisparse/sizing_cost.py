@@ -22,7 +22,6 @@ from minihisparse import cost_model
 from minihisparse.cost_model import CostModel
 from minihisparse.deployment import Deployment
 from minihisparse.trace import Trace
-from minihisparse.trace_flags import BOOKKEEPING_US
 from minihisparse.trace_report import say
 
 
@@ -61,7 +60,9 @@ def make_deployment(args: argparse.Namespace, report: dict, trace: Trace) -> Dep
         "link_gb_per_s": link * cost_model.KERNEL_SHARE_OF_LINK,
         "io_latency_us": cost_model.IO_LATENCY_US,
         "scan_us_per_slot": cost_model.SCAN_US_PER_SLOT,
-        "bookkeeping_us": BOOKKEEPING_US if args.bookkeeping_us is None else args.bookkeeping_us,
+        "bookkeeping_us": cost_model.BOOKKEEPING_US
+        if args.bookkeeping_us is None
+        else args.bookkeeping_us,
     }
     if args.steps:
         cost = _fit(args, report, settings)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from minihisparse.cost_model import BOOKKEEPING_US
 from minihisparse.flags import (
     add_eager_flag,
     add_output_flags,
@@ -22,8 +23,6 @@ from minihisparse.flags import (
     read_list,
 )
 from minihisparse.replay_command import NAMES
-
-BOOKKEEPING_US = 4.0  # H200, K of 256 to 2,048
 
 
 def add_record_flags(parser: argparse.ArgumentParser) -> None:

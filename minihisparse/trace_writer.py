@@ -14,6 +14,7 @@ engines.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -30,8 +31,9 @@ ROOM_BYTES, ROOM_BYTES_PER_LAYER = 4096, 64  # of the header: for the metadata t
 class TraceWriter:
     """Writes a trace step by step, each at once; `num_steps` are written.
 
-    A context: leaving it closes the file, which is whole from then on. An existing file is
-    replaced. Raises OSError: the file cannot be written; ValueError: a size below 1.
+    A context: leaving it closes the file, which is whole from then on. An existing file is replaced
+    by the first step; without a step it stays as it is, and there is no other. Raises OSError: the
+    file cannot be written; ValueError: a size below 1.
     """
 
     def __init__(
@@ -61,10 +63,10 @@ class TraceWriter:
         self._header_bytes = -(-(room + ROOM_BYTES_PER_LAYER * num_layers) // 8) * 8
         self._first_byte = 8 + self._header_bytes
         self._step_bytes = 4 * prod(self.step_shape)
-        Path(path).unlink(missing_ok=True)  # and not overwritten: somebody may have mapped it
-        self._file = open(path, "xb")
+        self._path = Path(path)
+        self._part = self._path.with_name(self._path.name + ".part")  # its name before step 0
+        self._file = open(self._part, "wb")
         self._write_header(max_steps, UNFINISHED)
-        self._file.flush()
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -96,11 +98,17 @@ class TraceWriter:
         self._file.seek(self._positions_byte + self._step_bytes * step)
         self._file.write(_little_endian(positions))
         self._file.flush()  # to the operating system: the step survives this process
+        if step == 0:
+            os.replace(self._part, self._path)  # whoever has mapped the old file keeps it
         self.num_steps += 1
 
     def close(self) -> None:
         """Makes the file whole. Raises ValueError if the metadata has outgrown its room."""
         if self._file.closed:
+            return
+        if self.num_steps == 0:
+            self._file.close()
+            self._part.unlink()
             return
         with self._file:
             self._file.truncate(self._positions_byte + self._step_bytes * self.num_steps)
@@ -146,9 +154,10 @@ def write_steps(
     """Writes steps as they come: positions [layers, requests, K], seq_lens [requests], both int32.
 
     All are checked; the first one says what the shape is. max_steps: see `TraceWriter`. If anything
-    is wrong, no file is left. Raises ValueError that names the step, or if there is none.
+    is wrong, no file is left, or the one that was there. Raises ValueError that names the step, or
+    if there is none.
     """
-    writer = None
+    new, writer = Path(path).with_name(Path(path).name + ".new"), None
     try:
         for positions, seq_lens in steps:
             if writer is None:
@@ -158,15 +167,16 @@ def write_steps(
                         "requests, K]"
                     )
                 shape = dict(zip(("num_layers", "num_requests", "top_k"), positions.shape))  # noqa: B905
-                writer = TraceWriter(path, **shape, max_steps=max_steps, metadata=metadata)
+                writer = TraceWriter(new, **shape, max_steps=max_steps, metadata=metadata)
             writer.append(positions, seq_lens)
         if writer is None:
             raise ValueError(f"{path}: there is no step to write")
         writer.close()
+        os.replace(new, path)
     except BaseException:
         if writer is not None:
             writer.close()
-            Path(path).unlink()
+            new.unlink(missing_ok=True)
         raise
 
 

@@ -273,8 +273,7 @@ def test_a_recorder_later_than_the_graphs(tiny_decoder, tmp_path):
     with pytest.raises(RuntimeError, match="make the TraceRecorder before the DecodeStep"):
         step([1], [0], [10])
     recorder.close()
-    with pytest.raises(ValueError, match="it is empty"):
-        read_trace(tmp_path / "trace.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 def test_limits(tiny_decoder, tmp_path):

@@ -87,21 +87,29 @@ def test_killed_at_every_byte(tmp_path):
     assert "recording" not in read_trace(file).metadata
 
 
-def test_nothing_recorded_is_an_empty_trace(tmp_path):
+@pytest.mark.parametrize("old", [None, b"x" * 100_000])
+def test_nothing_recorded_changes_nothing(tmp_path, old):
     file = tmp_path / "trace.safetensors"
-    with write(file, 0, 4):
-        with pytest.raises(ValueError, match="it is empty: it has no step"):
-            read_trace(file)
-    with pytest.raises(ValueError, match="it is empty: it has no step"):
-        read_trace(file)
+    if old is not None:
+        file.write_bytes(old)
+    before = list(tmp_path.iterdir())
+    for _ in range(2):
+        writer = write(file, 0, 4)
+        assert (file.read_bytes() if file.exists() else None) == old
+        writer.close()
+        assert list(tmp_path.iterdir()) == before
+        assert (file.read_bytes() if file.exists() else None) == old
 
 
-def test_an_existing_file_is_replaced(tmp_path):
+def test_an_existing_file_is_replaced_by_the_first_step(tmp_path):
+    """Who has mapped the old one goes on reading it."""
     file = tmp_path / "trace.safetensors"
-    file.write_bytes(b"x" * 100_000)
+    write(file, 4, 4).close()
+    old = read_trace(file)
     with write(file, 2, 2):
-        pass
-    assert len(read_trace(file).positions) == 2
+        assert len(read_trace(file).positions) == 2
+    assert len(read_trace(file).positions) == 2 and list(tmp_path.iterdir()) == [file]
+    assert torch.equal(old.positions, make_steps(4)[0])
 
 
 @pytest.mark.parametrize(
@@ -197,7 +205,11 @@ def test_steps_that_are_none_leave_no_file(tmp_path, steps, message):
     file = tmp_path / "trace.safetensors"
     with pytest.raises(ValueError, match=message):
         write_steps(file, steps)
-    assert not file.exists()
+    assert not list(tmp_path.iterdir())
+    file.write_bytes(b"old")
+    with pytest.raises(ValueError, match=message):
+        write_steps(file, steps)
+    assert list(tmp_path.iterdir()) == [file] and file.read_bytes() == b"old"
 
 
 # ---- examples/convert_trace.py ----

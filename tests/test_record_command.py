@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from minihisparse import cli, trace_commands
+from minihisparse import cli, record_command
 from minihisparse.replay import POLICIES, replay
 from minihisparse.runner import Runner
 from minihisparse.sizing import stack_distances
 from minihisparse.synthetic import sliding_selections
-from minihisparse.trace import Trace, read_trace, write_trace
+from minihisparse.trace import FORMAT, Trace, read_trace, write_trace
 from minihisparse.trace_writer import TraceWriter
 
 K, B, PAGE = 8, 16, 4
@@ -255,11 +256,13 @@ def test_what_cannot_be_recorded(record, argv, message):
     code, _, report = record(*argv)
     assert code == 1 and message in report["error"]
     assert not record.file.exists()
+    record.file.write_text("an older trace")
+    assert record(*argv)[0] == 1 and record.file.read_text() == "an older trace"
 
 
 def test_nothing_to_record(trace, tiny_folder, tmp_path, monkeypatch):
     """Every request ends with its first token: EOS at once."""
-    monkeypatch.setattr(trace_commands, "_decode", lambda *args: None)
+    monkeypatch.setattr(record_command, "_decode", lambda *args: None)
     file = tmp_path / "trace.safetensors"
     argv = ["--model", tiny_folder, "--device", "cpu", "--prompt", "a", "--out", file]
     code, _, report = trace("record", *argv)
@@ -349,8 +352,9 @@ def test_files_that_are_none(trace, tmp_path):
     file.write_bytes(file.read_bytes()[:-5])
     code, _, report = trace("replay", file)
     assert code == 1 and "it is truncated: tensor" in report["error"]
-    with TraceWriter(file, num_layers=1, num_requests=1, top_k=1, max_steps=1):
-        pass
+    tensors = {"positions": torch.zeros(0, 1, 1, 1), "seq_lens": torch.zeros(0, 1)}
+    tensors = {name: tensor.int() for name, tensor in tensors.items()}
+    save_file(tensors, file, {"format": FORMAT})
     code, _, report = trace("replay", file)
     assert code == 1 and "it is empty: it has no step" in report["error"]
 

@@ -1,12 +1,7 @@
-"""What the commands on traces do.
+"""`trace record`: generates, as `generate` does, and writes down what every step selected.
 
-    record    generates, as `generate` does, and writes down what was selected; here
-    replay    runs a trace through other caches: the paper's Figure 6; replay_command.py
-    size      chooses B from it; sizing_command.py
-
-As in `commands.py`, each is `command(args, report) -> exit code`. What people read goes to stderr.
-It deliberately does not know flags (`trace_flags.py`), nor how a trace is written
-(`trace_recorder.py`).
+What people read goes to stderr. It deliberately does not know flags (`trace_flags.py`), nor how a
+trace is written (`trace_recorder.py`).
 """
 
 from __future__ import annotations
@@ -82,8 +77,6 @@ def record(args: argparse.Namespace, report: dict) -> int:
     finally:  # on Ctrl-C too: what was recorded stays
         if recorder.num_steps:
             _report_recording(args, report, recorder)
-        else:
-            Path(args.out).unlink(missing_ok=True)
     if not recorder.num_steps:
         raise ValueError(
             "nothing was selected: every request ended with its first token; pass --ignore-eos"
@@ -125,17 +118,3 @@ def _report_recording(args: argparse.Namespace, report: dict, recorder: TraceRec
     report["counters"] = recorder.counters
     hits, misses = (sum(counts) for counts in recorder.counters.values())
     say(f"recorded with {misses / max(1, hits + misses):.2%} misses")
-
-
-def replay(args: argparse.Namespace, report: dict) -> int:
-    """Runs a trace through other caches; see replay_command.py."""
-    from minihisparse import replay_command
-
-    return replay_command.replay(args, report)
-
-
-def size(args: argparse.Namespace, report: dict) -> int:
-    """Chooses B from a trace; see sizing_command.py."""
-    from minihisparse import sizing_command
-
-    return sizing_command.size(args, report)
