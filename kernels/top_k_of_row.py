@@ -9,8 +9,8 @@ How one block does it, with all its threads and few barriers:
     keys       a score becomes a uint32 whose ascending order is the scores' descending order
     threshold  the key of the K-th score, found digit by digit from the top: count the keys of each
                digit, find the digit where the count reaches K, and go on with the keys that have
-               it. Ends early where they are all selected. The first digit is the exponent and two
-               more bits: scores of like size would else be counted at one address, one by one
+               it. Ends early where they are all selected. With 11 bits there are three digits, and
+               the first is the exponent and two bits more: scores of like size differ in it
     places     a warp owns one stretch of the row, and counts its keys below the threshold and those
                equal to it; a scan over the warps says how many come before
     list       each warp goes through its stretch again, and writes the indices to their places
